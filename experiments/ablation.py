@@ -3,8 +3,8 @@ with one after the other (Fig 18).
 
     as_h2o_lfu ─identification→ …_identified ─reordering→ impress_no_caching ─caching→ impress
 
-Left out alone the three losses are more than the whole gain: without identification all keys are
-read, which at the median neither packed chunks nor caching by importance suits.
+The three losses, each with one left out, sum to more than the whole gain: without identification
+all keys are read, which at the median suits neither packed chunks nor caching by importance.
 
 Compute is emulated (experiments/systems/clock.py).
 """
@@ -31,7 +31,7 @@ WITHOUT: Final = {
 STEPS: Final = ("as_h2o_lfu", "as_h2o_lfu_identified", "impress_no_caching", "impress")
 NAMES: Final = tuple(dict.fromkeys((*STEPS, *WITHOUT.values())))
 
-#: What of the gain, by what -> the figure.
+#: Which time a share of the gain is taken from -> that share's name in the figures.
 _SHARE: Final = {"p50_ms": "share", "mean_ms": "mean_share"}
 
 

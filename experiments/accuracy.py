@@ -1,11 +1,11 @@
-"""What every way to a prefix keeps of accuracy, against the full KV on the same questions.
+"""How much accuracy each way of serving a prefix keeps, against the full KV on the same questions.
 
     python -m experiments.accuracy                                       the three lookup models
     python -m experiments.accuracy --model DIR --task rte --data DIR --shots 20      a real one
 
 Kept shares × selectors (experiments/arms.py), our bound at several values, and all of the KV in 8
 or 4 bits. Answers come from rows read from a real store. `agreement64` is over 64 tokens that the
-full KV decodes greedily, each arm led along them; `run64` is how far it would have gone alone.
+full KV decodes greedily and that are fed to each arm; `run64` is how far an arm would get alone.
 """
 
 from __future__ import annotations

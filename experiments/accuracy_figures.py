@@ -1,10 +1,10 @@
 """What `accuracy` says of its rows: figures by GROUP.TASK.ARM, tables, plots.
 
 Intervals are bootstrapped over documents, as questions on one are not independent; flips and lost
-points are paired with the full KV on the same question. Where none flipped, no draw has a flip, and
-the interval would have no width: lost points end no lower than the exact one-sided bound of 95 % on
-the share of documents with a flip where none has one, 1.2 points of 252 documents; nor do those of
-an arm that lost an answer.
+points are paired with the full KV on the same question. Where no answer flipped, no resample has a
+flip and the interval would have no width. The upper end for lost points is therefore never below
+the exact one-sided 95 % bound on the share of documents with a flip, given that none has one: 1.2
+points for 252 documents. The same holds for an arm that lost an answer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from experiments.common import Row, print_rows
 from experiments.harness import Figures
 
 N_RESAMPLES: Final = 2000
-#: How often the bound may be wrong that stands where nothing flipped.
+#: How often the bound that is used where nothing flipped may be wrong.
 _MISSED: Final = 0.05
-#: Every task of a group, and every group.
+#: The name for every task of a group, and for every group.
 ALL: Final = "all"
 _MEANS: Final = {"kl": "kl", "agreed": "agreement64", "run": "run64", "rows": "rows_share",
                  "bytes": "bytes_share", "moved": "transferred_share",
@@ -57,7 +57,7 @@ def all_figures(rows: list[Row], seed: int) -> tuple[Figures, list[Row]]:
 
 
 def _splits(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """(group, task, its rows), tasks of a group pooled too, and all rows of several groups."""
+    """(group, task, its rows); also a group's tasks pooled, and all rows if groups are several."""
     groups = list(dict.fromkeys(row["group"] for row in rows))
     for group in groups:
         own = [row for row in rows if row["group"] == group]
@@ -71,7 +71,7 @@ def _splits(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
 def _drawn(documents: list[int], seed: int) -> npt.NDArray[np.float64]:
     """How often each question is drawn in each resample of documents: [N_RESAMPLES, questions].
 
-    A document that stands in two groups is one document.
+    A document that is in two groups counts as one document.
     """
     names, of = np.unique(np.array(documents), return_inverse=True)
     rng = np.random.default_rng(seed)
@@ -81,7 +81,7 @@ def _drawn(documents: list[int], seed: int) -> npt.NDArray[np.float64]:
 
 
 def most_unseen(n_documents: int) -> float:
-    """Most points that may be lost where none of so many documents had a flip."""
+    """The most points that may be lost where none of this many documents had a flip."""
     return float(f"{100 * (1 - _MISSED ** (1 / n_documents)):.5g}")
 
 
@@ -114,7 +114,7 @@ def _figures_of(some: list[Row], exact: list[Row], drawn: npt.NDArray[np.float64
 
 
 def show(lines: list[Row]) -> None:
-    """Two tables for each group: answers, by task; then, of all its tasks, likeness and reads."""
+    """Two tables for each group: answers, by task; then likeness and reads, over all its tasks."""
     for group in dict.fromkeys(line["group"] for line in lines):
         own = [line for line in lines if line["group"] == group]
         tasks = list(dict.fromkeys(line["task"] for line in own))

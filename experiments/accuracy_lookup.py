@@ -1,7 +1,7 @@
-"""The lookup models' documents and questions as cells of `accuracy`: one cell a document.
+"""The lookup models' documents and questions as cells of `accuracy`: one cell per document.
 
-Each document is stored by the engine itself, so with the probe records of every arm and with
-importance, packed by it; there is no DRAM tier, so all bytes come from home and nothing carries
+Each document is stored by the engine itself, with every arm's probe records and with importance,
+by which its rows are packed. There is no DRAM tier, so all bytes come from home and nothing carries
 over. Weights, arithmetic and rows are float16, as the checkpoints are.
 """
 
@@ -24,7 +24,7 @@ from impress.engines import hf
 from impress.policy import Exact, Quality
 
 N_DOCUMENTS: Final = {False: 252, True: 6}  # by `quick`
-#: Seconds of one arm on one question, on one busy core: for the estimate.
+#: Seconds for one arm on one question on one busy core, for the estimate.
 _ARM_S: Final = 0.05
 _QUESTIONS: Final = 4
 
@@ -52,7 +52,7 @@ def cells(
 
 
 def meta() -> dict[str, Any]:
-    """What a reader needs to know of the models."""
+    """What a reader needs to know about the models."""
     return {"weights": _weights(), "n_tokens": N_TOKENS}
 
 

@@ -1,4 +1,4 @@
-"""One question under every arm: which choice is likeliest, and how far all is from the full KV."""
+"""One question under every arm: the likeliest choice, and how far each arm is from the full KV."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _READS: Final = {"rows": "chosen_rows_share", "bytes": "bytes_share",
 class Query:
     """A question: the whole prompt's tokens, each choice's, and which is right.
 
-    `lengths`: of the choices in characters, for acc_norm; empty where it means nothing.
+    `lengths`: those of the choices in characters, for acc_norm; empty where that means nothing.
     """
 
     task: str
@@ -39,14 +39,14 @@ class Query:
 
 
 def check_stored(engine: Any) -> None:
-    """That what was generated last is stored by now. Raises Unable."""
+    """Check that the last request's prompt is stored by now. Raises Unable."""
     engine.flush()
     if refused := engine.last_request.refused:
         raise Unable(f"not stored: {refused}")
 
 
 class Prompts:
-    """Questions behind one stored prefix, asked under every arm. `prompt` names the prefix."""
+    """Questions after one stored prefix, asked under every arm. `prompt` names the prefix."""
 
     def __init__(
         self, model: Any, store: PrefixStore, arms: Mapping[str, Arm], prompt: Sequence[int]
@@ -56,7 +56,7 @@ class Prompts:
         self._quantised = cache(self._quantise)
 
     def ask(self, query: Query) -> Row:
-        """{"task", "arms": {name: what came out}}. Exact goes first: the others are compared."""
+        """{"task", "arms": {name: result}}. Exact goes first: the others are compared with it."""
         done: dict[str, Row] = {}
         full: tuple[Tensor, list[int]] | None = None
         for name in sorted(self._arms, key=lambda name: name != EXACT):

@@ -1,9 +1,9 @@
 """A published model on a published task as cells of `accuracy`: a few questions a cell.
 
-The few-shot prefix is one for all questions and is stored once, by the engine; a question and its
-choices are scored behind it, as lm-eval scores them: log-likelihood of the choice's tokens, the
-prompt tokenised without special tokens. What of the prefix lies behind its last whole window is
-computed with each question. Rows are chosen by the question; its choices are continuations.
+All questions share one few-shot prefix, which the engine stores once. A question and its choices
+are scored after it as in lm-eval: log-likelihood of the choice's tokens, the prompt tokenised
+without special tokens. The tokens of the prefix after its last whole window are computed with each
+question. Rows are chosen by the question; its choices are continuations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from impress.policy import Exact, Quality
 
 N_QUICK: Final = 20
 _CELL_ITEMS: Final = 10
-#: Seconds of one arm on one question, where nothing is known of the model; for the estimate only.
+#: Seconds for one arm on one question, for the estimate only: nothing is known of the model.
 _ARM_S: Final = 0.25
 
 
@@ -81,8 +81,8 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
 
 
 def _weights(model: str, config: Any) -> str:
-    """What tells these weights from others of the same name: of a folder what it holds, of the hub
-    the commit."""
+    """What tells these weights from others of the same name: a folder's contents, or on the hub the
+    commit."""
     if not Path(model).is_dir():
         return str(getattr(config, "_commit_hash", None) or "")
     with loading(model, "weights do"):
@@ -90,9 +90,9 @@ def _weights(model: str, config: Any) -> str:
 
 
 def query_of(tokenizer: Any, drawn: Drawn, item: Item, task: str) -> Query:
-    """A question behind the shared prefix, tokenised as lm-eval does: the choice's tokens are those
-    that the prompt with it has more than the prompt alone; white space that ends the prompt belongs
-    to the choice."""
+    """A question after the shared prefix, tokenised as lm-eval does: a choice's tokens are those
+    that the prompt with the choice has beyond the prompt alone; white space at the end of the
+    prompt belongs to the choice."""
 
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -107,14 +107,14 @@ def query_of(tokenizer: Any, drawn: Drawn, item: Item, task: str) -> Query:
 
 
 def documents_of(items: Sequence[Item]) -> list[int]:
-    """Of each question the number of the first about the same thing. Pure."""
+    """For each question, the number of the first one about the same thing. Pure."""
     first: dict[str, int] = {}
     return [first.setdefault(item.about, i) for i, item in enumerate(items)]
 
 
 def shared_tokens(queries: list[Query], shots: Sequence[int]) -> tuple[int, ...]:
-    """The tokens of the shots that all prompts begin with, of a question none: rows are chosen by
-    it. At least one of each prompt is left to compute."""
+    """The tokens of the shots that all prompts begin with, and none of a question: rows are chosen
+    by the question. At least one token of each prompt is left to compute."""
     first, last = min(query.prompt for query in queries), max(query.prompt for query in queries)
     n = min(_n_common(first, last), _n_common(first, shots))
     return first[: min(n, *(len(query.prompt) - 1 for query in queries))]

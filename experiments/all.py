@@ -27,18 +27,18 @@ from experiments import results_table
 from experiments.common import Unable, console, parser_of, stop
 from experiments.harness import check_fio, duration
 
-#: In the order they run: what needs a quiet disk stands together.
+#: In the order in which they run: those that need a quiet disk come one after the other.
 NAMES: Final = (
     "accuracy", "threshold", "zero_hit", "chunks", "hits", "repack", "ttft", "ablation", "scale",
     "vbuffers", "hashpool", "trace",
 )  # fmt: skip
-#: Those whose time or figures hang on the disk's rate.
+#: Those whose time or figures depend on the disk's rate.
 _DISK: Final = ("zero_hit", "chunks", "repack", "ttft", "ablation", "scale")
-#: Those that a device would compute for where there is one: their reports are of emulated compute,
-#: as docs/RESULTS.md says of them.
+#: Those whose compute a device would do where there is one: their reports are of emulated compute,
+#: as docs/RESULTS.md says.
 _COMPUTE: Final = ("ttft", "ablation", "scale")
 _ROOT: Final = Path(__file__).resolve().parent.parent
-#: After so long one experiment of a quick run is stopped, and the rest goes on.
+#: Seconds after which an experiment is stopped, by `quick`; the others then go on.
 _LIMIT_S: Final = {False: None, True: 900}
 #: Longest an experiment may take to remove its data.
 _CLEAR_S: Final = 60.0
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_a_file(report: Path) -> bool:
-    """Whether a report of `trace` is there that is not of made-up conversations. Raises Unable."""
+    """Whether there is a report of `trace` that is not of made-up conversations. Raises Unable."""
     try:
         return report.is_file() and not json.loads(report.read_text())["meta"]["synthetic"]
     except (ValueError, KeyError, TypeError):
@@ -111,7 +111,7 @@ def _of_a_file(report: Path) -> bool:
 
 
 def one(name: str, args: argparse.Namespace) -> Ran:
-    """One experiment to its end, whatever that is."""
+    """Run one experiment to its end, however it ends."""
     command = [
         sys.executable, "-m", f"experiments.{name}", "--json", str(args.out / f"{name}.json"),
         "--plot", str(args.out), "--dir", str(args.dir),
@@ -130,7 +130,7 @@ def one(name: str, args: argparse.Namespace) -> Ran:
         except subprocess.TimeoutExpired:
             _end(child)
             status = 124
-        except KeyboardInterrupt:  # Ctrl-C, which the terminal tells the child too, or SIGTERM
+        except KeyboardInterrupt:  # Ctrl-C, which the terminal sends to the child too, or SIGTERM
             _end(child)
             raise
     if status == 130:
@@ -139,7 +139,7 @@ def one(name: str, args: argparse.Namespace) -> Ran:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Have a child stop, its data removed; by force when that takes too long."""
+    """Stop a child and let it remove its data; kill it when that takes too long."""
     child.terminate()
     try:
         child.wait(_CLEAR_S)

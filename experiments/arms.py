@@ -1,4 +1,4 @@
-"""The ways to a prefix that `accuracy` compares, by name: `KEPT.SELECTOR`, or a name alone."""
+"""Ways of serving a prefix that `accuracy` compares, by name: `KEPT.SELECTOR`, or a name alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from impress.selection.quant import dequantise, n_scales, packed_bytes, quantise
 KEPT: Final = (5, 10, 25, 50)
 #: The full KV, which every other is compared with.
 EXACT: Final = "exact"
-#: Dimensions that share a float16 scale where all of the KV is quantised: int4 is then .281 of it.
+#: Dimensions that share a float16 scale where all of the KV is quantised: int4 takes .281 of it.
 GROUP: Final = 32
 
 SELECTORS: Final[Mapping[str, Callable[[float], Policy]]] = {
@@ -55,7 +55,7 @@ BOUNDS: Final[Mapping[str, Policy]] = {
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Every row, in so many bits: no policy, read in sequence (AS-int8, AS-int4)."""
+    """Every row, in `bits` bits: no policy, read in sequence (AS-int8, AS-int4)."""
 
     bits: int
 
@@ -72,7 +72,7 @@ class Quantised:
         return coded / (head_dim * element_bytes)
 
     def _through(self, plane: Tensor) -> Tensor:
-        """A plane [n_kv_heads, n, head_dim], a scale to GROUP dimensions of a row and head."""
+        """A plane [n_kv_heads, n, head_dim], one scale per GROUP dimensions of a row and head."""
         values = plane.float().numpy()
         codes, scales = quantise(values.reshape(-1, values.shape[-1]), self.bits, GROUP)
         wide = torch.from_numpy(scales.astype(np.float32))

@@ -1,4 +1,4 @@
-"""A model behind a prefix of which it sees some rows: any family the engine serves.
+"""A model after a prefix of which it sees some rows, for any family the engine serves.
 
     prefix (chosen rows of a store | given rows) ─> Behind.feed(tokens) ─> logits; rewind; feed …
 
@@ -58,12 +58,12 @@ class Behind:
         return host
 
     def rewind(self, n: int) -> None:
-        """Forget the last n tokens that were fed, none of the first feed's."""
+        """Forget the last n tokens fed; they may not include any of the first feed's."""
         for layer in self._cache.layers:
             layer.length -= n
 
     def decode(self, last: Tensor, n: int) -> list[int]:
-        """n tokens, greedily, from the logits [words] of what was fed last; then forgotten."""
+        """Decode n tokens greedily from the logits [words] of the last token fed; forget them."""
         tokens: list[int] = []
         for _ in range(n):
             tokens.append(int(last.argmax()))
@@ -73,9 +73,9 @@ class Behind:
         return tokens
 
     def agreement(self, last: Tensor, wanted: Sequence[int]) -> list[bool]:
-        """Where this model, led along `wanted`, would have said the same; then forgotten.
+        """Whether this model, fed `wanted`, would have said each of its tokens; then forget them.
 
-        Up to the first False it is what decoding freely would have said.
+        Up to the first False, they are the tokens that it would have decoded freely.
         """
         rows = torch.cat([last[None], self.feed(wanted[:-1])])
         self.rewind(len(wanted) - 1)
@@ -86,7 +86,7 @@ class Behind:
 def behind(
     model: Any, geometry: Geometry, prefix: ChoosingPrefix, n_new: int, pool: BufferPool
 ) -> Iterator[Behind]:
-    """The model behind a prefix, with room for n_new tokens; memory and reads end with it."""
+    """The model after a prefix, with room for n_new tokens; leaving frees memory and ends reads."""
     cache = ChosenCache(geometry, prefix, n_new, pool)
     try:
         yield Behind(model, cache)

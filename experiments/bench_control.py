@@ -1,7 +1,7 @@
-"""The control plane at a million: lookup, insertion, opening, memory. No rows are moved.
+"""The control plane at a million windows: lookup, insertion, opening, memory. No rows are moved.
 
 Each store is made as real index values on the disk (experiments.forest), then opened and asked in
-a process of its own, with the index not in the page cache. Every node of its tree forks, and each
+a process of its own, with the index out of the page cache. Every node of its tree forks, and each
 timed lookup also makes containers that live a while, so that passes of the garbage collector,
 which stays on, fall inside the timing.
 """
@@ -42,8 +42,8 @@ Measured = dict[str, Any]
 
 
 def measure(folder: Path, shape: Shape, n_lookups: int, n_inserts: int) -> Measured:
-    """Open the planted store and use it. For a fresh process: memory is the process's."""
-    empty = shape.open(folder.with_name(folder.name + "-empty"))  # threads and arenas, once
+    """Open the planted store and use it. Needs a fresh process: memory is the process's."""
+    empty = shape.open(folder.with_name(folder.name + "-empty"))  # makes threads and arenas
     labels_of(shape.prompt(0), shape.window)
     forget_pages(Shard(folder).index / "data.mdb")
     before = anonymous_bytes()
@@ -70,8 +70,8 @@ def measure(folder: Path, shape: Shape, n_lookups: int, n_inserts: int) -> Measu
 def lookups(
     store: impress.PrefixStore, shape: Shape, n: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], list[int]]:
-    """Milliseconds of n lookups of whole prompts in random order: elapsed, and of this thread's
-    CPU (what is more is others' work on the machine). GC passes by generation."""
+    """Milliseconds of n lookups of whole prompts in random order: elapsed, and of this thread's CPU
+    (the difference is other work on the machine). Also GC passes by generation."""
     rng = np.random.default_rng(shape.seed)
     took, cpu = np.empty(n), np.empty(n)
     alive: deque[list[int]] = deque(maxlen=ALIVE)
@@ -87,7 +87,7 @@ def lookups(
 
 
 def insertions(store: impress.PrefixStore, shape: Shape, n: int) -> npt.NDArray[np.float64]:
-    """Milliseconds to make n spans visible, each behind another whole prompt (a match included)."""
+    """Milliseconds to make n spans visible, each after another whole prompt (a match included)."""
     rng = np.random.default_rng((shape.seed, 7))
     root = root_key(store.namespace, OPT_6_7B, shape.window, "")
     took = np.empty(n)

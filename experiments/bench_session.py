@@ -1,13 +1,13 @@
 """What choosing rows costs beside the bare score product and top-k, on one layer of OPT-6.7B.
 
-The floor is the least anyone pays who ranks tokens by attention: the product of the query with the
-keys of the heads concerned, in the store's dtype, summed over the query's rows, and a top-k. It is
-given the best of three ways (by the median): keys token-major as a session holds them (batched, or
-head by head), and keys head-major, copied so before the clock starts. Three heads and a top-k each
-stand beside the paper's identifier, all heads and one top-k beside the quality one.
+The floor is the least that ranking tokens by attention costs: the product of the query with the
+keys of the heads concerned, in the store's dtype, summed over the query's rows, and a top-k. The
+best of three ways counts (by the median): keys token-major as a session holds them (batched, or
+head by head), and keys head-major, copied so before the clock starts. The paper's identifier is
+set against three heads with a top-k each, the quality one against all heads with one top-k.
 
-Ratios are of processor time: one thread that never waits, so that other loads of the machine count
-less. Ratios of wall time stand beside them.
+Ratios are of processor time: one thread that never waits, so that other load on the machine counts
+less. Ratios of wall time are given beside them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ Times = dict[str, list[tuple[float, float]]]  # call -> (processor ms, wall ms) 
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> Times:
     """Each call once a round, the order reversed every other round.
 
-    Right before, once without the clock: each finds in the caches what it left there itself.
+    An untimed call comes right before each timed one, so each finds its own data in the caches.
     """
     times: Times = {name: [] for name in calls}
     names = list(calls)
@@ -124,7 +124,7 @@ def measure(layer: Layer, policy: Policy, rounds: int) -> Row:
     chosen = select(policy, asked).n_rows(N_TOKENS)
     ways = floors(layer, policy, N_TOKENS // 4)
     if _once_ms(ways["token-major"]) > 4 * _once_ms(ways["head-major"]):
-        del ways["token-major"]  # it copies all keys first: never the least
+        del ways["token-major"]  # it copies all keys first: never the cheapest
     times = interleaved({"select": lambda: select(policy, asked), **ways}, rounds)
     ours = times.pop("select")
     way = min(times, key=lambda name: median(times[name], 0))
@@ -183,7 +183,7 @@ def experiment(options: Options) -> tuple[dict[str, float], list[Row]]:
 
 
 def _figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Of each policy the worst dtype's median ratio; and the default policies' time in bfloat16."""
+    """By policy the worst dtype's median ratio; and the default policies' time in bfloat16."""
     worst = {name: max(row["ratio"] for row in rows if row["policy"] == name)
              for name in ("paper", "quality, per mean", "quality, per head")}  # fmt: skip
     narrow = {row["policy"]: row["ms"] for row in rows if row["dtype"] == "bfloat16"}

@@ -1,8 +1,8 @@
-"""What the SSD tier gives beside fio, on the same file of the same disk.
+"""What the SSD tier gives, compared with fio on the same file of the same disk.
 
-Cold reads go the way of a session's: Reads cut into thread slices, handed to the I/O threads a
-layer at a time, all layers at once, every piece verified; then waited for layer by layer. The
-clock runs from the first cut to the last layer. A pass reads every byte of the segment once.
+Cold reads go the way of a session's: each layer's Reads are cut into slices and handed to the I/O
+threads, all layers before the first wait; every piece is verified; layers are waited for in order.
+The clock runs from the first cut to the last layer. A pass reads every byte of the segment once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Segment:
         (self.file,) = folder.glob("*.seg")
 
     def reads(self, kind: Kind, seed: int) -> list[list[Read]]:
-        """One list a layer. Extents land one behind the other, as the rows of a prefix do."""
+        """One list per layer. Extents land one after the other, as the rows of a prefix do."""
         n_bytes, n_layers = len(self.data), GEOMETRY.n_layers
         size = kind.extent_bytes or n_bytes // (2 * n_layers)
         order = np.arange(n_bytes // size)
@@ -139,7 +139,7 @@ def read_pass(segment: Segment, pool: IoPool, layers: list[list[Read]]) -> fio.F
 
 
 def cold_pass(segment: Segment, pool: IoPool, layers: list[list[Read]]) -> fio.FioResult:
-    """`read_pass` of a file that is not in memory, and stays so; the bytes are compared after."""
+    """`read_pass` of a file that is not in memory and stays out of it; bytes are compared after."""
     segment.dest[:] = 0
     segment.make_cold()
     result = read_pass(segment, pool, layers)
@@ -167,7 +167,7 @@ def compare_reads(segment: Segment, pool: IoPool, kind: Kind, pairs: int, seed: 
     speeds = {name: spread([r.gb_s for r in results])["median"] for name, results in theirs.items()}
     best = theirs[max(speeds, key=lambda name: speeds[name])]
     ratios = spread([a.gb_s / b.gb_s for a, b in zip(ours, best, strict=True)])
-    # Stricter: the better of both anew in each pair, so that fio's luck counts and ours does not.
+    # Stricter: the better of fio's in each pair, so that fio's luck counts and ours does not.
     lucky = [max(pair, key=lambda r: r.gb_s) for pair in zip(*theirs.values(), strict=True)]
     return {
         "read": kind.name, "pairs": pairs, "GB/s": spread([r.gb_s for r in ours])["median"],

@@ -14,12 +14,12 @@ from typing import Any, Final
 from experiments.common import Row, Unable, named
 from impress.report import commit, host, write_text
 
-#: Of a row that stands for what could not be measured here, and says why: tried again by --resume.
+#: The key of a row that says why something could not be measured here: --resume tries it again.
 SKIPPED: Final = "skipped"
 
 
 def state_file(report: Path | None) -> Path | None:
-    """Where the finished cells of a report's run stand; None where it is no file (- is stdout)."""
+    """Where the finished cells of a report are kept; None where it is not a file (- is stdout)."""
     if report is None or str(report) == "-" or (report.exists() and not report.is_file()):
         return None
     return report.with_name(f"{report.stem}.cells.jsonl")
@@ -27,16 +27,16 @@ def state_file(report: Path | None) -> Path | None:
 
 class Cells:
     """Finished cells by their parameters: in memory, and in a file where a report is asked for.
-    What was measured more than once, a check, is kept every time.
+    A check, which is measured more than once, is kept every time.
 
     A line that a stopped run left half written is dropped, and its cell is measured again. Raises
-    Unable on any other line that is no finished cell, and on a cell of another machine: figures of
-    two do not stand beside each other.
+    Unable on any other line that is not a finished cell, and on a cell of another machine: figures
+    of two machines are not put side by side.
     """
 
     def __init__(self, report: Path | None, *, resume: bool) -> None:
-        """`resume` keeps what the file holds; otherwise it begins empty, and what it held is put
-        aside, under a name that nothing has: hours may have gone into it."""
+        """`resume` keeps what the file holds. Otherwise it begins empty, and its old contents are
+        put aside under an unused name: hours may have gone into them."""
         self._path = state_file(report)
         self._done: dict[str, list[dict[str, Any]]] = {}
         if self._path is None:
@@ -67,7 +67,7 @@ class Cells:
         return any(SKIPPED not in row for cell in times for row in cell["rows"])
 
     def __getitem__(self, params: Mapping[str, Any]) -> list[Row]:
-        """Rows of every time it was measured, the last ones last, each with its commit."""
+        """Rows of every time the cell was measured, the latest last, each with its commit."""
         return [
             {**row, "commit": cell["commit"]}
             for cell in self._done[_key(params)]
@@ -75,18 +75,18 @@ class Cells:
         ]
 
     def others(self, cells: Sequence[Mapping[str, Any]]) -> int:
-        """How many finished cells are none of these."""
+        """How many finished cells are not among these."""
         return len(self._done.keys() - {_key(params) for params in cells})
 
     def add(self, params: Mapping[str, Any], rows: Sequence[Row], took_s: float) -> None:
-        """A cell is finished: durable on return where there is a file."""
+        """Add a finished cell; it is durable on return where there is a file."""
         cell = {
             "params": dict(params), "rows": list(rows), "took_s": round(took_s, 3),
             "commit": commit(), "host": machine(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
         text = json.dumps(cell, default=_plain)
-        # What is reported is what would be read back: the same run or a resumed one.
+        # What is reported is what would be read back: one run and a resumed one say the same.
         self._done.setdefault(_key(params), []).append(json.loads(text))
         if self._path is not None:
             with named(self._path), self._path.open("a") as file:
@@ -106,13 +106,13 @@ class Cells:
 
 
 def _aside(path: Path) -> Path:
-    """Where nothing is: before.NAME, before1.NAME, …"""
+    """A path that does not exist yet: before.NAME, before1.NAME, …"""
     names = (path.with_name(f"before{n or ''}.{path.name}") for n in count())
     return next(name for name in names if not name.exists())
 
 
 def machine() -> str:
-    """Its kind, and as much of it as this process may use. (A disk does not say what it is.)"""
+    """Its kind, and how many processors this process may use. (A disk does not say what it is.)"""
     return f"{host()}, {len(os.sched_getaffinity(0))} processors"
 
 
@@ -126,7 +126,7 @@ def _plain(value: Any) -> Any:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text(errors="replace")  # what is no text is no finished cell either
+    text = path.read_text(errors="replace")  # what is not text is not a finished cell either
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -138,7 +138,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
                 raise ValueError
             cell["commit"]
         except (ValueError, KeyError, TypeError):
-            if number == text.count("\n") + 1:  # the last, without its end
+            if number == text.count("\n") + 1:  # the last line, cut short
                 break
             raise Unable(f"{path} line {number} is no finished cell: remove that line") from None
         found.append(cell)

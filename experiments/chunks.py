@@ -1,11 +1,11 @@
 """What a sparse read costs before and after packing: bytes, requests, I/O time (Figs 5, 20, 23).
 
-Rows of 1, 4 and 16 KiB, choices that follow the average order more or less (the overlap is
-measured), each request read once from rows in position order, once from packed ones, beside a
-sequential read of everything, and beside an earlier packed one's requests sent to the disk alone.
-Their order is drawn for each request: what has just been read may be quicker, and in a ring the
-same way always comes behind the same. All is real: no compute is in it. Where on the curve the
-small trained models' choices lie is measured, too (experiments/overlap.py).
+Rows are of 1, 4 and 16 KiB, and choices follow the average order more or less (the overlap is
+measured). Each request is read once from rows in position order and once from packed ones, beside a
+sequential read of everything, and beside an earlier packed read's disk requests, sent alone. Their
+order is drawn for each request: data just read may be quicker to read, and in a fixed cycle a way
+would always come after the same one. All is real: no compute is in it. Where the small trained
+models' choices lie on the curve is measured, too (experiments/overlap.py).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from experiments.systems.rows import Plan, Positions, Rows, choices, measured_ov
 
 ROW_KIB: Final = (1, 4, 16)
 KEEP: Final = 0.25
-#: Knobs of the mix; what overlap they make is measured.
+#: Knobs of the mix; the overlap they make is measured.
 MIXES: Final = {False: (0.3, 0.6, 0.8, 0.9, 0.96, 0.99, 1.0), True: (0.6, 0.9, 0.99)}
 UNITS: Final = (16, 32, 64, 128, 256)
 
 
 class Alone(NamedTuple):
-    """A packed read's requests, sent bare by so many threads: of `back` requests before."""
+    """A packed read's disk requests, sent alone by `n_threads`: of the read `back` requests ago."""
 
     n_threads: int
     back: int
 
 
-#: Neither is quicker everywhere. All that one request reads, and more, lies between two of the ways
-#: that ask for the same bytes.
+#: Neither is quicker everywhere. Between two of the ways that ask for the same bytes comes all that
+#: one request reads, and more.
 ALONE: Final = {"by_eight": Alone(8, 2), "by_one": Alone(1, 4)}
 #: What is read for each request.
 WAYS: Final = ("before", "after", "all", *ALONE)
-#: Where one figure is to speak for the curve: the measured overlap nearest to this. The paper's
-#: recall of a static order is "over 80 %".
+#: Where one figure stands for the whole curve, it is at the measured overlap nearest to this. The
+#: paper's recall of a static order is "over 80 %".
 TYPICAL: Final = 0.85
 _ALONE: Final = "io_vs_floor_alone"
 #: From this overlap on a packed read is to cost at most 1.3 of the floor.
@@ -54,13 +54,13 @@ PACKED_FROM: Final = 0.9
 
 def cells(options: Options) -> list[Cell]:
     reads = [
-        Cell(  # alone: cells of before had reads of the same request, some by eight threads only
+        Cell(  # alone: older cells had reads of the same request, some by eight threads only
             {"row_kib": kib, "mix": mix, "alone": "an earlier request's, by the quicker"},
             partial(measure, options, kib, mix), 2.0 + 0.8 * kib,
         )
         for kib in ROW_KIB for mix in MIXES[options.quick]
     ]  # fmt: skip
-    models = [  # last: nothing is timed behind what computes
+    models = [  # last: nothing is timed after computing
         Cell(
             {"part": "models", "checkpoint": name, "weights": digest_of(name)},
             partial(measure_models, options, name),
@@ -110,7 +110,7 @@ def measure(options: Options, kib: int, mix: float) -> list[Row]:
 def _read(
     rows: Rows, way: str, chosen: Sequence[Positions], plans: Sequence[Plan]
 ) -> Row | None:  # fmt: skip
-    """`plans`: of the packed reads of the requests before; None while there are too few."""
+    """`plans`: of earlier requests' packed reads. Returns None while there are too few."""
     if way == "all":
         return rows.read_all("before")
     if way in ALONE:
@@ -128,8 +128,8 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 
 
 def _overlaps(models: Sequence[Row]) -> Figures:
-    """overlap.CHECKPOINT.POLICY, and with .stored behind it by the order at storing; of those that
-    chose rows."""
+    """overlap.CHECKPOINT.POLICY, and the same with .stored appended for the order at storing; both
+    over layers in which rows were chosen."""
     if models:
         print_rows("Share of a choice that is first in an average order, trained models", [
             {
@@ -204,7 +204,7 @@ def draw_curve(figure: Any, _said: Figures, rows: list[Row]) -> None:
     axes.set_xlabel("measured overlap of a request's choice with the average order")
     axes.set_ylabel("I/O time ÷ (selected bytes ÷ sequential rate)")
     axes.set_yscale("log")
-    axes.legend(fontsize=6, ncols=2, loc="lower left")  # where no line is
+    axes.legend(fontsize=6, ncols=2, loc="lower left")  # where there is no line
 
 
 def draw_units(figure: Any, _said: Figures, rows: list[Row]) -> None:

@@ -75,7 +75,7 @@ def run(
 
 
 def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
-    """Of a module of experiments, whose help is what it says of itself, in its lines."""
+    """A parser for a module of experiments: its help is the module's docstring, line by line."""
     return argparse.ArgumentParser(
         prog=f"python -m experiments.{name}", description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -83,7 +83,7 @@ def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def check_given(report: Path | None, seed: int) -> None:
-    """What every experiment can refuse before a second is spent. Raises Unable."""
+    """Refuse what every experiment can refuse before any time is spent. Raises Unable."""
     if not 0 <= seed < 1 << 63:
         raise Unable(f"--seed must be at least 0 and below 2^63, got {seed}")
     if report is not None and not report.absolute().parent.is_dir():
@@ -98,7 +98,7 @@ def check_given(report: Path | None, seed: int) -> None:
 
 @contextmanager
 def beside(report: Path | None) -> Iterator[None]:
-    """What is said goes to stderr where the report goes to stdout, for whoever reads that."""
+    """Messages go to stderr where the report goes to stdout, which another program may read."""
     before = console.stderr
     console.stderr = before or str(report) == "-"
     try:
@@ -109,7 +109,7 @@ def beside(report: Path | None) -> Iterator[None]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """A write that finds no room says nothing of where: it is given this path, if it has none."""
+    """An error for want of room may not say where: it is given this path if it has none."""
     try:
         yield
     except OSError as err:
@@ -125,7 +125,7 @@ def stop(_signal: int, _frame: object) -> None:
 
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A fresh directory in `parent`, removed at the end, also on Ctrl-C and SIGTERM.
+    """A fresh directory in `parent`, removed at the end, even on Ctrl-C and SIGTERM.
 
     Raises Unable, OSError.
     """
@@ -136,7 +136,7 @@ def scratch(parent: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # A second one must not leave data behind: gigabytes take a while to delete.
+        # A second signal must not leave data behind: gigabytes take a while to delete.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         shutil.rmtree(folder, ignore_errors=True)
@@ -152,7 +152,7 @@ def spread(values: Sequence[float]) -> Row:
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of equal rows; floats with three significant digits. Nothing where there are none."""
+    """Print rows of equal keys as a table, floats to three significant digits. No rows: nothing."""
     if not rows:
         return
     table = Table(title=title, title_justify="left", header_style="bold")
@@ -169,7 +169,7 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-#: What it is given is text as it stands: of a path or a trace's line none is markup.
+#: It prints text as it is: nothing in a path or a trace's line is taken as markup.
 console = Console(
     width=None if sys.stdout.isatty() else 120, highlight=False, markup=False, emoji=False
 )

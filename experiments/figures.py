@@ -16,7 +16,7 @@ _DPI = 120
 
 
 def check_plotting(folder: Path) -> None:
-    """Raises Unable where there is no matplotlib, or where no such folder can be or be filled."""
+    """Raises Unable where matplotlib is missing, or the folder cannot be made or written to."""
     if find_spec("matplotlib") is None:
         raise Unable("--plot needs matplotlib: pip install matplotlib")
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())

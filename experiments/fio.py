@@ -20,9 +20,9 @@ MISSING: Final = "fio is not installed: apt-get install fio (or dnf, brew, conda
 PSYNC_JOBS: Final = 8
 ENGINES: Final = ("libaio", "psync")
 _TIMEOUT_S: Final = 300
-#: Its memory in huge pages, as a store's buffers are. In small ones a request ends where the disk's
-#: list of places in memory is full, 1 MiB at best: the same virtual disk gave 1.3 to 2.9 GB/s
-#: instead of 2.5 to 3.9, by how scattered they were. (And aligned: a few MiB hold one only so.)
+#: Puts fio's memory in huge pages, as a store's buffers are. With small ones a request ends where
+#: the disk's list of memory places is full, 1 MiB at best: by how scattered they were, one virtual
+#: disk gave 1.3 to 2.9 GB/s instead of 2.5 to 3.9. (And aligned: else a few MiB may hold none.)
 _HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
@@ -49,7 +49,7 @@ def version() -> str:
 
 
 def read(file: Path, engine: str, block_bytes: int, *, pattern: str, seed: int) -> FioResult:
-    """Read every block of `file` once. `pattern` is "read" or "randread"; engine of ENGINES.
+    """Read every block of `file` once. `pattern` is "read" or "randread"; `engine` one of ENGINES.
 
     libaio: one job, 32 requests deep. psync: 8 jobs, an eighth of the file each.
     """
@@ -66,7 +66,7 @@ def read(file: Path, engine: str, block_bytes: int, *, pattern: str, seed: int) 
 
 
 def write(file: Path, n_bytes: int, seed: int) -> FioResult:
-    """Write a fallocated new file in order, 32 MiB under way; one fsync at the end, in the time."""
+    """Write a new, fallocated file in order, 32 MiB in flight; the time includes a final fsync."""
     return _run([
         f"--filename={file}", f"--size={n_bytes}", "--rw=write", "--bs=1m", "--ioengine=libaio",
         "--iodepth=32", "--fallocate=posix", "--end_fsync=1", "--refill_buffers",

@@ -1,8 +1,8 @@
-"""A store of many windows that nobody wrote: real index values and sparse segments, no rows.
+"""A made-up store of many windows: real index values and sparse segments, no rows.
 
-`n_paths` prompts of PROMPT_TOKENS tokens, each cut into spans of `span_windows` windows; behind
-every span's middle (its start, where it is one window) hangs another span, so every node of a
-path has a sibling or a cut. That is the tree at its largest: nothing is shared, all forks.
+`n_paths` prompts of PROMPT_TOKENS tokens, each cut into spans of `span_windows` windows; from every
+span's middle (its start, where it is one window) another span branches off, so every node of a path
+has a sibling or a cut. That is the tree at its largest: nothing is shared, everything forks.
 
     path    |--span 0--|--span 1--|--span 2-- …        one prompt
     side         |-----x     |-----x     |-----x       one other continuation a span
@@ -69,7 +69,7 @@ class Shape:
 
 
 def plant(folder: Path, shape: Shape) -> int:
-    """Fill an empty directory with this store; the number of spans."""
+    """Fill an empty directory with this store. Returns the number of spans."""
     shape.open(folder).close()
     shard = Shard(folder)
     index = Index(shard.index, create=True)

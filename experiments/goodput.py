@@ -2,14 +2,14 @@
 
     .venv-vllm/bin/python -m experiments.goodput      (make test-vllm makes that environment)
 
-Questions about documents of 1,024 tokens, each asked about once before, come to vLLM's OpenAI
-server at random times, whether or not earlier ones are answered; so many at most are let in at
-once, and the time at the gate counts. All servers run all the time, and each cell asks them one
-after the other, in a drawn order, the same questions at the same times. Before that vLLM's own
-prefix cache is emptied, so a hit is the connector's. Goodput is what is answered in time, a second,
-at the best of the arrival rates. The peer is vLLM's ExampleConnector, the only one that serves a
-CPU (LMCache 0.5.6 says "No supported cpu connector found", vLLM's OffloadingConnector asks for a
-GPU).
+Questions about documents of 1,024 tokens, each of which was asked about once before, come to vLLM's
+OpenAI server at random times, whether or not earlier ones are answered. Only so many are let in at
+once, and the time spent at that gate counts. All servers run all the time. Each cell asks them the
+same questions at the same times, one server after the other, in a drawn order. Before a server's
+turn vLLM's own prefix cache is emptied, so a hit is the connector's. Goodput is the number answered
+in time, per second, at the best of the arrival rates. The peer is vLLM's ExampleConnector, the only
+one that serves a CPU (LMCache 0.5.6 says "No supported cpu connector found", vLLM's
+OffloadingConnector asks for a GPU).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _WAYS: Final = [way.name for way in WAYS]
 LEVELS: Final = {False: (8, 32, 64), True: (8,)}
 RATES: Final[dict[bool, tuple[int, ...]]] = {False: (8, 16, 24, 32, 48), True: (8, 32)}
 REQUESTS: Final = {False: 128, True: 16}
-#: Of a row, the same in all.
+#: Keys whose values are the same in all rows.
 _ALIKE: Final = ("experiment", "seed", "quick", "ttft_ms")
-#: What the figures are taken at.
+#: The level at which the figures are taken.
 _LEVEL: Final = {False: 32, True: 8}
 _TOKENS: Final = 8  # of an answer
 
@@ -98,7 +98,7 @@ class Field:
         return rows
 
     def _start(self) -> None:
-        """Servers that have stored every document, in both their tiers and the page cache."""
+        """Start servers and have each hold every document, in both its tiers and the page cache."""
         options = self._options
         asked = documents(options.seed, self._n)
         self._again = [second for _, second in asked]
@@ -117,7 +117,7 @@ class Field:
 def _ask(
     server: Server, asked: Sequence[Asked], times: Sequence[float], level: int
 ) -> list[tuple[float, float, bool]]:
-    """Ask each at its time, `level` at once at most: [(TTFT, end, right)], seconds.
+    """Ask each at its time, at most `level` at once: [(TTFT, end, right)], seconds.
 
     TTFT counts from the request's time, the end from the first of all.
     """
@@ -197,7 +197,7 @@ def figures(rows: list[Row], options: Options) -> tuple[Figures, list[Row]]:
 
 
 def draw(figure: Any, _said: Figures, rows: list[Row]) -> None:
-    """Answers in time over arrivals, a panel a level."""
+    """Answers in time over arrivals, one panel per level."""
     levels = list(dict.fromkeys(row["at once"] for row in rows))
     for axes, level in zip(figure.subplots(1, len(levels), squeeze=False)[0], levels, strict=True):
         for way in dict.fromkeys(row["way"] for row in rows):

@@ -1,8 +1,8 @@
 """One cell at the size of a whole OPT-30B, for a machine with a fast disk (gpu_recipe.md).
 
-Six prefixes, all 48 layers, caches of 6 + 20 GiB. A cell is one system: more do not fit 10 minutes,
-or 64 GiB of disk. Compute is a CUDA device's where one can be used, else emulated. Not yet run at
-full size.
+Six prefixes, all 48 layers, caches of 6 + 20 GiB. A cell is one system: more do not fit into 10
+minutes, or into 64 GiB of disk. Compute is a CUDA device's where one can be used, else emulated.
+Not yet run at full size.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cells(options: Options) -> list[Cell]:
 
 
 def load_of(options: Options) -> Load:
-    # The least of 6 prefixes is asked for in no window of fewer.
+    # In a window of fewer requests the least popular of the 6 prefixes is not asked for.
     return Load(RATIO, 0.9, Knobs(), 10 if options.quick else 40, 9, 3, options.seed)
 
 

@@ -3,8 +3,8 @@
     Experiment.cells ─> [Cell …] ─measure─> rows ──append──> FILE.cells.jsonl   (--resume skips)
                                              └─> Experiment.figures ─> report, tables, plots
 
-A cell is the least that is measured as a whole; it holds everything that must be interleaved. What
-was finished when a run stops is in the state file, and `--resume` goes on from there.
+A cell is the least that is measured as a whole; it holds everything that must be interleaved. The
+state file has the cells that were finished when a run stopped, and `--resume` goes on from there.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from experiments.figures import check_plotting, plot_all
 from impress.errors import ImpressError
 from impress.report import write_report
 
-#: What fio reads to say how fast the disk is, by `quick`.
+#: Bytes that fio reads to say how fast the disk is, by `quick`.
 _DISK_BYTES = {False: 1 << 30, True: 256 << 20}
-#: And how often: the median is taken. One run behind the deletion of much else once had a third of
-#: the rate, and everything emulated went by it.
+#: And how often; the median is taken. One run right after much else was deleted once had a third of
+#: the rate, and everything emulated followed it.
 _DISK_READS = 5
-#: Of those that --cells knows, that are listed.
+#: How many of the words that --cells knows are listed.
 _MOST_WORDS: Final = 30
-#: Where fio's rate of a disk and its rounds' are more times apart, a cell hangs on which is taken.
+#: Where fio's rate and the rounds' differ by more than this factor, it matters which one is taken.
 _ONE_RATE = 1.15
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Sequential read rate of the disk under `--dir`, and who says so; None where nobody asked."""
+    """Sequential read rate of the disk under `--dir`, and its source; None where nobody asked."""
 
     gb_s: float | None
     by: str  # "fio" | "given" | "not measured"
     runs_gb_s: tuple[float, ...] = ()  # of fio; gb_s is their median
 
     def said(self) -> str:
-        """At the end of a sentence; empty where there is no rate."""
+        """Text for the end of a sentence; empty where there is no rate."""
         if not self.gb_s:
             return ""
         runs = ", ".join(f"{rate:.2f}" for rate in sorted(self.runs_gb_s))
         return f"; the disk reads {self.gb_s:.2f} GB/s ({self.by}{runs and ': ' + runs})"
 
     def apart(self, other: Disk) -> bool:
-        """Whether the two rates are a quarter apart: not the disk that was measured any more."""
+        """Whether the two rates are a quarter apart: no longer the disk that was measured."""
         if not self.gb_s or not other.gb_s:
             return False
         return max(self.gb_s, other.gb_s) > 1.25 * min(self.gb_s, other.gb_s)
@@ -72,9 +72,9 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line. `folder` is scratch space, gone at the end; `more` the experiment's own.
+    """The command line. `folder`: scratch space, gone at the end; `more`: the experiment's options.
 
-    What a cell opens and later cells share is closed by `exits`, after the last cell.
+    What a cell opens and later cells share is closed by `exits` after the last cell.
     """
 
     quick: bool
@@ -90,11 +90,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement. `params`, in JSON's types, say which: all that the command line decides of
-    it. Equal ones are never measured twice where `--resume` is given, unless they gave no rows, or
-    one that says why nothing could be measured (SKIPPED).
-    `seconds`: about how long `measure` takes. `again`: it says whether this run's others can be
-    believed, so it is measured with them, and what it said of other runs is kept.
+    """One measurement. `params`, in JSON's types, identify it: all of it that the command line
+    decides. Where `--resume` is given, none is measured twice with equal params, unless it gave no
+    rows, or one that says why nothing could be measured (SKIPPED).
+    `seconds`: about how long `measure` takes. `again`: it says whether this run's other cells can
+    be believed, so it is measured with them, and what it said of other runs is kept.
     """
 
     params: Mapping[str, Any]
@@ -103,7 +103,7 @@ class Cell:
     again: bool = False
 
     def words(self) -> list[str]:
-        """What people know it by: its parameters, but for lists."""
+        """Words that people know it by: its parameters, except lists."""
         return [str(value) for value in self.params.values() if not isinstance(value, list)]
 
 
@@ -122,7 +122,7 @@ class Experiment:
 
     `cells` plans, and opens nothing that takes long. `figures` gets every cell's rows, each with
     its cell's params, and returns the report's figures and rows; it prints its tables. `meta` may
-    add to the report's. `uses_disk`: the disk's rate is measured first, unless it was given.
+    add to the report's `meta`. `uses_disk`: the disk's rate is measured first, unless it was given.
     """
 
     name: str
@@ -136,8 +136,8 @@ class Experiment:
 
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
-    """Run an experiment from a command line. The exit status: 0, 1 where cells gave no rows, 2 on
-    what is wrong, 130 stopped.
+    """Run an experiment from a command line. Returns the exit status: 0; 1 where cells gave no
+    rows; 2 on an error; 130 when stopped.
 
     Effects: the state file beside `--json`, the report, the plots. Data goes to a directory that
     is removed at the end.
@@ -185,7 +185,7 @@ def _parser(experiment: Experiment) -> argparse.ArgumentParser:
 
 
 def _check(experiment: Experiment, args: argparse.Namespace) -> None:
-    """Everything that can be refused before a second is spent. Raises Unable."""
+    """Refuse everything that can be refused before any time is spent. Raises Unable."""
     check_given(args.json, args.seed)
     if args.resume and state_file(args.json) is None:
         raise Unable("--resume goes on from what lies beside --json FILE: name that file")
@@ -201,7 +201,7 @@ def _check(experiment: Experiment, args: argparse.Namespace) -> None:
 def _run(
     experiment: Experiment, args: argparse.Namespace, folder: Path, exits: ExitStack
 ) -> int:  # fmt: skip
-    """How many cells gave no rows."""
+    """Measure and report. Returns how many cells gave no rows."""
     disk = _disk(args, folder, experiment.uses_disk)
     options = Options(
         args.quick, args.json, args.plot, args.resume, folder, args.seed, disk, args, exits
@@ -209,10 +209,10 @@ def _run(
     common: dict[str, Any] = {
         "experiment": experiment.name, "seed": args.seed, "quick": args.quick,
     }  # fmt: skip
-    if experiment.uses_disk and disk.by == "given":  # another rate stretches otherwise
+    if experiment.uses_disk and disk.by == "given":  # another rate stretches differently
         common["disk_gb_s"] = disk.gb_s
     chosen = _chosen(experiment.cells(options), args.cells)
-    done = Cells(args.json, resume=args.resume)  # a refused command leaves what there is
+    done = Cells(args.json, resume=args.resume)  # a refused command leaves the file as it is
     cells = [(common | dict(cell.params), cell) for cell in chosen]
     missing = any(params not in done for params, cell in cells if not cell.again)
     todo = [
@@ -258,7 +258,7 @@ def _run(
             write_report(
                 args.json, figures, lines, experiment=experiment.name, seed=args.seed,
                 quick=args.quick,
-                # Where nothing was left to measure, fio was asked on another day than the cells.
+                # Where nothing was left to measure, fio ran on another day than the cells.
                 disk={**asdict(disk), "after_gb_s": after.gb_s} if todo else {"by": "the cells"},
                 cells={"n": len(cells), "kept": len(cells) - len(todo), "empty": n_empty,
                        "commits": done.commits(keys), "dates": done.dates(keys)},
@@ -271,8 +271,8 @@ def _run(
 
 
 def _chosen(cells: Sequence[Cell], words: Sequence[str] | None) -> list[Cell]:
-    """Cells that have one of these words among their parameters, and what says whether they can be
-    believed; None: all. Raises Unable."""
+    """Cells that have one of these words among their parameters, and the checks that say whether
+    those can be believed; None: all. Raises Unable."""
     if words is None:
         return list(cells)
     values = [cell.words() for cell in cells]
@@ -287,7 +287,7 @@ def _chosen(cells: Sequence[Cell], words: Sequence[str] | None) -> list[Cell]:
 
 
 def _telling(values: Sequence[Sequence[str]]) -> str:
-    """Words that tell cells apart, then numbers that do. Pure."""
+    """Words that tell cells apart, then numbers that do so. Pure."""
     n_with = Counter(word for said in values for word in dict.fromkeys(said))
     some = [word for word in n_with if n_with[word] < len(values)] or [*n_with]
     found, more = sorted(some, key=str.isdecimal), len(some) - _MOST_WORDS
@@ -297,8 +297,8 @@ def _telling(values: Sequence[Sequence[str]]) -> str:
 def _measure(
     name: str, todo: Sequence[tuple[dict[str, Any], Cell]], done: Cells, disk: Disk
 ) -> list[str]:  # fmt: skip
-    """Measure cells in order; each is kept as soon as it is whole, with what fio said of the disk:
-    a run that goes on later has another rate. Why cells could not be measured is returned."""
+    """Measure cells in order; each is kept as soon as it is whole, with fio's rate of the disk: a
+    run that goes on later has another rate. Returns why cells could not be measured."""
     whys: list[str] = []
     by_fio = {"fio_gb_s": disk.gb_s} if disk.by == "fio" else {}
     columns = (
@@ -312,7 +312,7 @@ def _measure(
             begin_s = time.monotonic()
             try:
                 rows = [{**row, **by_fio} for row in cell.measure()]
-            except Unable as err:  # no room for its data, say: others may find theirs
+            except Unable as err:  # no room for its data, say: others may have room
                 if cell.again:
                     raise
                 console.print(f"{' '.join(cell.words()[:2])} is left out: {err}")
@@ -323,8 +323,8 @@ def _measure(
 
 
 def _say_rates(cell: Cell, rows: Sequence[Row]) -> None:
-    """A line where a cell's rounds, by whose rate its compute was stretched, found another disk
-    than fio before it. Nothing where nothing was read, or of before fio's was kept with rows."""
+    """Print a line where a cell's rounds, whose disk rate stretched its compute, found another
+    rate than fio before it. None where nothing was read, or where the rows are older than fio's."""
     if cell.params.get("compute") == "real":  # nothing is stretched
         return
     both = {"disk_gb_s", "fio_gb_s"}
@@ -357,7 +357,7 @@ def _disk(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk:
 
 
 def _disk_after(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk:
-    """What fio says once all is measured: where it finds no room by then, nothing."""
+    """fio's rate once all is measured; none where it finds no room by then."""
     try:
         return _disk(args, folder, uses_disk)
     except (Unable, OSError) as err:
@@ -366,7 +366,7 @@ def _disk_after(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk
 
 
 def check_fio() -> None:
-    """That fio is there to say how fast the disk is. Raises Unable."""
+    """Check that fio is there to measure the disk. Raises Unable."""
     try:
         fio.version()
     except Unable as err:

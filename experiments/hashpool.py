@@ -1,10 +1,10 @@
-"""The hash-table pool: hit rate and requests a second against how often prompts come again.
+"""The hash-table pool: hit rate and requests a second against how often prompts recur.
 
 Prompts of 15 random words; with probability p one of a few frequent ones. The lookup model computes
 what is not found, and the KV of whole blocks goes into the pool when the request ends. All is real
-here: model, KV, pool. With and without it each prompt is served in turn, on one thread; seconds are
-that thread's own, so that others on the machine count little. What a smaller pool finds needs no
-model, and is counted beside them.
+here: model, KV, pool. Each prompt is served with the pool and without, in turn, on one thread; the
+seconds are that thread's own, so that other work on the machine counts little. What a smaller pool
+finds needs no model, and is counted beside them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PROMPT_TOKENS: Final = 15
 BLOCK_TOKENS: Final = 4
 N_FREQUENT: Final = 20
 N_REQUESTS: Final = {False: 1000, True: 200}  # by `quick`
-#: Most blocks of the pool: more than 1,000 prompts have; and of a smaller one: what 64 have.
+#: Capacity of the pool in blocks: more than 1,000 prompts have; and of a smaller one: what 64 have.
 MOST_BLOCKS: Final = 4096
 FEW_BLOCKS: Final = 192
 POOL: Final = f"pool of {MOST_BLOCKS:,}"
 NO_CACHE: Final = "no cache"
-#: Seconds a request and arm, on one busy core: for the estimate.
+#: Seconds per request and arm on one busy core, for the estimate.
 _REQUEST_S: Final = 0.008
 
 #: One block's KV: [n_kv_heads, BLOCK_TOKENS, head_dim] keys and values of every layer.
@@ -59,7 +59,7 @@ def cells(options: Options) -> list[Cell]:
 
 
 def prompts(p: float, n: int, seed: int) -> list[np.ndarray]:
-    """n prompts of PROMPT_TOKENS words, a share p of them of N_FREQUENT that come again. Pure."""
+    """n prompts of PROMPT_TOKENS words, a share p of them from N_FREQUENT that recur. Pure."""
     rng = np.random.default_rng(seed)
 
     def words(n_prompts: int) -> np.ndarray:
@@ -105,7 +105,7 @@ def measure(p: float, n: int, seed: int) -> list[Row]:
 
 
 def _found(p: float, n: int, seed: int) -> int:
-    """Blocks that a pool of FEW_BLOCKS finds of the same prompts."""
+    """Blocks that a pool of FEW_BLOCKS finds for the same prompts."""
     pool, found = HashPool[None](FEW_BLOCKS), 0
     for tokens in prompts(p, n, seed):
         keys = _keys(tokens)
@@ -128,17 +128,17 @@ def _model() -> Any:
 
 @torch.inference_mode()
 def _computed(model: Any, tokens: np.ndarray) -> Answer:
-    """The whole prompt."""
+    """Compute the whole prompt."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     return model(ids, past_key_values=DynamicCache(), use_cache=True).logits[0, -1], 0
 
 
 @torch.inference_mode()
 def _pooled(model: Any, pool: HashPool[Block], tokens: np.ndarray) -> Answer:
-    """What the pool lacks of the prompt; its whole blocks go in at the end."""
+    """Compute what the pool lacks of the prompt; its whole blocks go in at the end."""
     keys = _keys(tokens)
     got = pool.acquire(keys)
-    n_found = len(got) * BLOCK_TOKENS  # short of the prompt, whose last three are no whole block
+    n_found = len(got) * BLOCK_TOKENS  # less than the prompt: its last three are no whole block
     cache = DynamicCache()
     for layer, rows in enumerate(zip(*got, strict=True)):
         k, v = (torch.cat(planes, dim=1)[None] for planes in zip(*rows, strict=True))

@@ -1,7 +1,7 @@
-"""What is in the fast tiers when it is wanted, by eviction: LRU, LFU, importance (Fig 21).
+"""How much of what is wanted is in the fast tiers, by eviction: LRU, LFU, importance (Fig 21).
 
-The paper's identifier over packed rows, the three evictions on the same requests, by bytes, rows
-and chunks. Hit rates do not depend on compute: no time is waited and nothing is emulated but HBM.
+The paper's identifier over packed rows; three evictions on the same requests; by bytes, rows and
+chunks. Hit rates do not depend on compute: nothing is waited for, and only HBM is emulated.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Many users at once on a store that does not fit its DRAM tier: requests a second, and memory.
 
-Threads of one process, by engine; then processes that share a directory, each with a shard that it
-writes to beside, and one more whose shard holds what all read. Each request takes a random prompt
-whole, 16 MiB; a sample of the answers is compared. fio reads a segment of the store before and
-after each cell. Rates are of what came from the SSD (O_DIRECT: the page cache has no part in it).
+Threads of one process, by engine; then processes that share a directory: each also writes to a
+shard of its own, and one more process's shard holds what all read. Each request takes a whole
+random prompt, 16 MiB; a sample of the answers is compared. fio reads a segment of the store before
+and after each cell. Rates count bytes from the SSD (O_DIRECT: the page cache has no part in it).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _threads(options: Options, n_threads: int, engine: str) -> list[Row]:
 
 
 def _processes(options: Options, n_processes: int) -> list[Row]:
-    """Processes that read what all hold, and store and purge prompts in shards of their own."""
+    """Processes that read the common prompts and store and purge prompts in shards of their own."""
     n_prompts, _, seconds = _sizes(options)
     path = _filled(options)
     before = _disk_gb_s(path)
@@ -127,7 +127,7 @@ def _line(reader: subprocess.Popen[str]) -> None:
 
 
 def _row(reader: subprocess.Popen[str]) -> Row:
-    """What it printed at its end."""
+    """The row that the process printed at its end."""
     try:
         said = reader.communicate(timeout=_LEFT_S)[0]
     except subprocess.TimeoutExpired:

@@ -28,7 +28,7 @@ GEOMETRY: Final = impress.Geometry(4, 32, 32, 128, "float16")
 N_TOKENS: Final = 256
 PROMPT_BYTES: Final = N_TOKENS * GEOMETRY.token_bytes
 NAMESPACE: Final = "load"
-#: One answer in so many is compared, a layer of it.
+#: One answer in this many is compared, in one of its layers.
 SAMPLE: Final = 8
 #: Prompts a writer keeps at a time.
 WRITTEN: Final = 4
@@ -40,7 +40,7 @@ def prompt(seed: int) -> np.ndarray:
 
 
 def plane(seed: int, layer: int, which: int) -> np.ndarray:
-    """K or V of a layer, float16 [32, 256, 128]: finite, other in every prompt and layer."""
+    """K or V of a layer, float16 [32, 256, 128]: finite, different in every prompt and layer."""
     mark = np.uint16((seed * 2654435761 + layer * 977 + which * 131) % (1 << 14))
     return (_BASE ^ mark).view(np.float16)
 
@@ -62,7 +62,7 @@ def config(dram_bytes: int, engine: str = "auto") -> impress.Config:
 
 @dataclass(slots=True)
 class Seen:
-    """What users were given. `ms`: of each request, from lease to last layer."""
+    """What users were given. `ms`: each request's, from lease to last layer."""
 
     ms: list[float] = field(default_factory=list)
     compared: int = 0
@@ -106,9 +106,9 @@ def ask(store: impress.PrefixStore, seed: int, seen: Seen, *, compare: bool) -> 
 def users(
     store: impress.PrefixStore, n_threads: int, seconds: float, n_prompts: int, seed: int
 ) -> Seen:
-    """n_threads that ask without pause for so long; memory and leases are looked at meanwhile.
+    """Let n_threads ask without pause for `seconds`; memory and leases are watched meanwhile.
 
-    Raises what one of them met other than a miss: who ends over it asks no more.
+    Raises what a thread raised, other than a miss; such a thread asks no more.
     """
     seen = [Seen() for _ in range(n_threads)]
     until = time.perf_counter() + seconds
@@ -137,8 +137,8 @@ def users(
 
 
 class Writer:
-    """Stores prompts that nobody reads, and takes them out again, as long as it is entered; leaving
-    raises what it ended over."""
+    """Stores prompts that nobody reads, and purges them again, while it is entered. Leaving it
+    raises the error that it ended with, if any."""
 
     def __init__(self, store: impress.PrefixStore, first: int) -> None:
         self.written = 0
@@ -196,9 +196,9 @@ def measured(
 ) -> dict[str, Any]:  # fmt: skip
     """Users on a store, which is closed at the end; `beside` is entered while they ask.
 
-    What DRAM holds is dropped first.
+    The DRAM tier is emptied first.
     """
-    ask(store, 0, Seen(), compare=True)  # torch is imported by the first
+    ask(store, 0, Seen(), compare=True)  # the first request imports torch
     store.drop_caches()
     before = store.stats()
     begin_s = time.perf_counter()

@@ -1,10 +1,10 @@
-"""What never lying costs: checksums and durability, each on and off, in turns, in one run.
+"""What never lying costs: checksums and durability, each on and off in turn, in one run.
 
-Reads: one store, read back cold again and again, three ways in turns: with every piece verified, as
-always; believed (patched out here: there is no such setting, and there must not be); and *loaded*,
-every byte brought to the core once, by NumPy, and nothing made of it. Less than that no checksum
-costs that looks at every byte. Writes: stores filled and flushed with `Config.durable` on and off.
-Beside them the digest alone, a core, on memory that is not in its caches and on memory that is.
+Reads: one store, read back cold again and again, in three ways by turns: with every piece verified,
+as always; believed (verification is patched out: there is no such setting, and there must not be);
+and *loaded*, where NumPy brings every byte to the core once, and nothing is made of it. No checksum
+that looks at every byte costs less than that. Writes: stores filled and flushed with
+`Config.durable` on and off. Also the digest alone, on one core, on memory in its caches and not.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Verify = Callable[[Read, Where], None]
 
 
 def _believed(_read: Read, _where: Where) -> None:
-    """Nothing is looked at. Only ever here."""
+    """Verify nothing. Used only here."""
 
 
 def _loaded(read: Read, _where: Where) -> None:
-    """Every byte is brought to the core, no more."""
+    """Bring every byte to the core, and do no more."""
     np.bitwise_or.reduce(read.dest.view(np.uint64))
 
 
@@ -61,7 +61,7 @@ WAYS: Final[dict[str, Verify]] = {"verified": verify, "believed": _believed, "lo
 
 @contextmanager
 def looked_at(verify: Verify) -> Iterator[list[float]]:
-    """What the SSD tier does with what it read; the CPU seconds of each time, where it happens."""
+    """Let the SSD tier check its reads with `verify`; yields each call's CPU seconds."""
     taken: list[float] = []
 
     def timed(read: Read, where: Where) -> None:
@@ -179,7 +179,7 @@ def _writes(options: Options, n_rounds: int) -> list[Row]:
 
 
 def _digests(options: Options, n_bytes: int) -> list[Row]:
-    """CPU seconds a GB of `tiers.base.verify` alone, by piece size; of loading the bytes alone."""
+    """CPU seconds a GB of `tiers.base.verify` alone, by piece size; and of only loading bytes."""
     data = aligned(n_bytes)[:n_bytes]
     data.view(np.uint64)[:] = np.random.default_rng(options.seed).integers(
         0, 1 << 64, n_bytes // 8, dtype=np.uint64
@@ -196,7 +196,7 @@ def _digests(options: Options, n_bytes: int) -> list[Row]:
 
 
 def _chunked(data: Any, piece: int, sums: Any, about: int = 1 << 20) -> list[Read]:
-    """Reads of about 1 MiB, as the store makes them for whole prefixes; or of `about` so much."""
+    """Reads of about 1 MiB, as the store makes them for whole prefixes; or of `about` bytes."""
     size = about // piece * piece
     return [
         Read(Slot(()), at, data[at : at + size], sums[at // piece :][: size // piece], piece)
@@ -205,7 +205,7 @@ def _chunked(data: Any, piece: int, sums: Any, about: int = 1 << 20) -> list[Rea
 
 
 def _cost(reads: list[Read], look: Verify) -> Row:
-    """CPU seconds a GB: of all reads, one after the other; and of one again and again."""
+    """CPU seconds a GB: of all reads, one after the other; and of the first again and again."""
 
     def taken(some: list[Read]) -> Row:
         times = []
@@ -225,7 +225,7 @@ def _cost(reads: list[Read], look: Verify) -> Row:
 
 
 def _first(reads: list[Read]) -> list[Read]:
-    """As many as make 1 MiB."""
+    """The first reads, as many as make 1 MiB."""
     return reads[: max(1, (1 << 20) // len(reads[0].dest))]
 
 
@@ -243,7 +243,7 @@ def _cells(options: Options) -> list[Cell]:
 
 
 def _figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
-    """Of each part that was measured: --cells may leave out the others."""
+    """Figures of each part that was measured: --cells may leave out the others."""
     said: Figures = {}
     tables: list[Row] = []
     for part, figures in (("reads", _of_reads), ("writes", _of_writes), ("digest", _of_digests)):
@@ -285,13 +285,13 @@ def _of_digests(rows: list[Row]) -> tuple[Figures, list[Row]]:
 
 
 def _saved(rows: list[Row], full: str, less: str) -> list[float]:
-    """Of each round: the share of `full`'s wall that `less` does without."""
+    """For each round, the share of `full`'s wall time that `less` saves."""
     wall = {(row["round"], row["way"]): row["wall_s"] for row in rows}
     return [1 - wall[i, less] / s for (i, way), s in wall.items() if way == full]
 
 
 def _table(rows: list[Row], full: str, less: str) -> list[Row]:
-    """A line a way: medians over rounds; `wall saved` beside `full`, with its middle half."""
+    """One line per way: medians over rounds; `wall saved` against `full`, with its quartiles."""
     lines = []
     for way in dict.fromkeys((full, less, *sorted({row["way"] for row in rows}))):
         mine = [row for row in rows if row["way"] == way]

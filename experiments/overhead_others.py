@@ -11,20 +11,20 @@ _TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Others:
-    """From now on: processor time the machine gave to others than this process."""
+    """Processor time that the machine gives to other processes from now on."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter(), _busy_s() - time.process_time()
 
     def cores(self) -> float:
-        """Cores that others kept busy, on average; nan where /proc/stat is not to be had."""
+        """Cores that others kept busy, on average; nan where /proc/stat is not available."""
         begin_s, before_s = self._begin
         taken_s = _busy_s() - time.process_time() - before_s
         return taken_s / (time.perf_counter() - begin_s)
 
 
 def _busy_s() -> float:
-    """Seconds all cores together were not idle since boot."""
+    """Seconds that all cores together have been busy since boot."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     except OSError:

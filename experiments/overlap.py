@@ -1,11 +1,11 @@
-"""How far choices of the small trained models follow an average order: where `chunks`' curve is
-to be read off for them.
+"""How far choices of the small trained models follow an average order: the place on `chunks`' curve
+that applies to them.
 
     question ─policy→ rows chosen in a layer ─┬─ share of them first by the importance at storing
                                               └─ and by what the document's other questions chose
 
 Rows are packed by the first order when they are stored, by the second when they are repacked. The
-paper's selector is asked without its gate, for what it would choose of layers it loads whole.
+paper's selector runs without its gate, to see what it would choose of layers it loads whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from impress.read.sparse import SparseSession
 KEEP: Final = 0.25
 POLICIES: Final[dict[str, Policy]] = {"paper": Paper(KEEP, gate=False), "quality": Quality()}
 N_DOCUMENTS: Final = {False: 12, True: 2}  # by `quick`
-#: Questions of each task on a document: what an average is taken of.
+#: Questions of each task on a document, over which an average is taken.
 N_ASKED: Final = 4
 Positions = npt.NDArray[np.int64]
 
@@ -52,7 +52,7 @@ def measure(options: Options, checkpoint: str) -> list[Row]:
 
 
 def _mean(policy: str, lines: Sequence[Row]) -> Row:
-    """Of the layers that rows were chosen of; `whole` of all."""
+    """Means over the layers in which rows were chosen; `whole` over all."""
     chose = [line for line in lines if "others" in line]
     row: Row = {"policy": policy, "n": len(chose)}
     row["whole"] = float(np.mean([line["whole"] for line in lines]))
@@ -63,7 +63,7 @@ def _mean(policy: str, lines: Sequence[Row]) -> Row:
 
 def _of_document(model: Any, lease: Lease, policy: Policy, doc: Document) -> Iterator[Row]:
     """A line for each layer: mean overlaps of its choices, the share of rows these keep, and what
-    share of the questions loaded it whole. The last alone where fewer than two chose."""
+    share of the questions loaded it whole. Only the last where fewer than two chose."""
     asked = [q.tokens for task in TASKS for q in questions(doc, task, N_ASKED)]
     by_question = [_chosen(model, lease, policy, tokens) for tokens in asked]
     for layer, found in enumerate(zip(*by_question, strict=True)):
@@ -77,7 +77,7 @@ def _of_document(model: Any, lease: Lease, policy: Policy, doc: Document) -> Ite
 
 
 def _chosen(model: Any, lease: Lease, policy: Policy, tokens: Any) -> list[Positions | None]:
-    """By layer; None: all rows."""
+    """The rows chosen, by layer; None: all."""
     with lease.session(policy) as session:
         assert isinstance(session, SparseSession), policy
         walk(model, lease.n_tokens, tokens, session.retrieve)
@@ -85,7 +85,7 @@ def _chosen(model: Any, lease: Lease, policy: Policy, tokens: Any) -> list[Posit
 
 
 def _stored(lease: Lease, layer: int, positions: Positions) -> float:
-    """Share of a choice that is among as many rows first by the importance at storing."""
+    """Share of a choice that is among as many top rows by the importance at storing."""
     with lease.session(StaticH2O(len(positions) / lease.n_tokens)) as session:
         assert isinstance(session, SparseSession)
         session.retrieve(layer, None)

@@ -4,9 +4,9 @@
 
 Every system is a process in its own environment and has the same prefixes of bfloat16 rows; peers
 cut them into chunks of 256 tokens, all layers in one. A round stores one prefix, reads it cold and
-reads it once more, system after system, in an order that turns from round to round. Before a cold
-read the page cache is dropped for that system's files. Nobody has a tier in memory but the system
-called "impress dram"; "impress outs" reads into its caller's tensors. One that cannot run is named.
+reads it once more, system after system, in an order that rotates from round to round. Before a cold
+read the page cache is dropped for that system's files. Only "impress dram" has a tier in memory;
+"impress outs" reads into its caller's tensors. A system that cannot run is named.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SYSTEMS: Final = (OURS, "impress outs", "impress dram", *ENVIRONMENTS)
 MEDIA: Final = ("disk", "tmpfs")
 #: Llama-3.1-8B's rows: 128 KiB a token, 32 MiB a chunk.
 SHAPES: Final = {False: Shape(32, 8, 128, 1024, 256), True: Shape(32, 8, 128, 512, 256)}
-#: On tmpfs every file is memory: a chunk a prefix and few rounds keep all of it about 1 GB.
+#: On tmpfs every file is memory: one chunk a prefix and few rounds keep the total near 1 GB.
 SHAPE_TMPFS: Final = Shape(32, 8, 128, 256, 256)
 ROUNDS: Final = {("disk", False): 5, ("disk", True): 2, ("tmpfs", False): 3, ("tmpfs", True): 1}
-#: A prefix of no round: what a process does once is done for it.
+#: A prefix of no round: with it each process does beforehand what it does once.
 _WARM_UP: Final = 1000
-#: What was done, what of it, and its name in the table.
+#: What was done, which value of it is shown, and the value's name in the table.
 _COLUMNS: Final = (
     ("store", "gb_s", "store"), ("store", "durable_gb_s", "durable"), ("store", "cpu", "CPU"),
     ("cold", "gb_s", "cold"), ("cold", "cpu", "cold CPU"),
@@ -51,7 +51,7 @@ _TMPFS: Final = Path("/dev/shm")
 
 @dataclass
 class Worker:
-    """A system's process. `why`: it cannot run, or what went wrong on the way."""
+    """A system's process. `why`: why it cannot run, or what went wrong on the way."""
 
     name: str
     process: subprocess.Popen[str] | None = None
@@ -98,7 +98,7 @@ class Field:
         self._exits = ExitStack()
 
     def round(self, number: int) -> list[Row]:
-        """One prefix through every system: a row a system and what it did."""
+        """One prefix through every system: one row per system and step."""
         if not self._workers:
             self._start()
         shift = number % len(self._workers)
@@ -120,7 +120,7 @@ class Field:
         return rows
 
     def end(self) -> None:
-        """No process of it is left, and none of its data. Idempotent."""
+        """End its processes and remove its data. Idempotent."""
         self._workers = []
         self._exits.close()
 
@@ -161,7 +161,7 @@ def cells(options: Options) -> list[Cell]:
     if not _TMPFS.is_dir() and "tmpfs" in options.more.media:
         raise Unable(f"there is no {_TMPFS}: --media disk")
     more, made = options.more, []
-    # A system whose environment was made since is measured by --resume: by what is there.
+    # With `there` in the params, --resume measures systems whose environments were made since.
     there = [name for name in more.only if python_of(name, more.peers, more.vllm).exists()]
     for medium in more.media:
         field = Field(medium, options)
@@ -231,7 +231,7 @@ def _median(rows: Sequence[Row], medium: str, system: str, do: str, key: str) ->
 def _against(rows: Sequence[Row]) -> Figures:
     """Ours ÷ a peer's, cold from the disk: rates (above 1 is faster), CPU (below 1 is cheaper).
 
-    Medians of each round's ratio. Of LMCache's two ways the better one, for each figure its own.
+    Medians of each round's ratio. Of LMCache's two ways, the better one for each figure.
     """
     said: Figures = {}
     for name, systems in (("lmcache", ("lmcache", "lmcache direct")), ("vllm_fs", ("vllm files",)),

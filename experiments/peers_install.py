@@ -14,7 +14,7 @@ PEERS: Final = ROOT / ".venv-peers"
 VLLM: Final = ROOT / ".venv-vllm"
 
 _TORCH: Final = "torch>=2.11,<2.14"  # as constraints.txt: the build for the CPU
-#: What `pip install` is told, one list a call. A peer's own requirements ask for CUDA by the
+#: Arguments of `pip install`, one list per call. A peer's own requirements pull in CUDA by the
 #: gigabyte, so these are the ones that its files need on a CPU.
 RECIPES: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
     "lmcache": (
@@ -38,7 +38,7 @@ RECIPES: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
     ),
     "mooncake": (("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"),),
 }  # fmt: skip
-#: System -> whose environment it runs in; impress itself in the one that asks.
+#: System -> the peer whose environment it runs in; impress itself runs in the caller's.
 ENVIRONMENTS: Final = {
     "lmcache": "lmcache",
     "lmcache direct": "lmcache",
@@ -57,7 +57,7 @@ def python_of(system: str, peers: Path, vllm: Path) -> Path:
 
 
 def install(peers: Path) -> None:
-    """Make what is missing. A peer that cannot be had is said so and left out."""
+    """Make the missing environments. A peer that cannot be installed is named and left out."""
     for name, recipe in RECIPES.items():
         folder = peers / name
         done = folder / ".ready"

@@ -21,14 +21,14 @@ _OFFLOADED_S = 120.0
 
 class Mooncake(Pooled):
     """Mooncake's store over TCP on loopback; its copies in memory are cleared, so that the SSD
-    tier is read. A store ends when that tier has it: it is filled once a second, off the path."""
+    tier is read. A store ends when that tier has the rows: once a second, in the background."""
 
     _LEASE_S = 5.0
 
     def __init__(self, folder: Path, shape: Shape) -> None:
         super().__init__(folder, shape)
         os.environ["MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS"] = "1"
-        # A file is written once so much waits for it: a prefix.
+        # A file is written once this much waits for it: a prefix.
         os.environ["MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES"] = str(shape.n_bytes)
         from mooncake.store import MooncakeDistributedStore
 
@@ -76,7 +76,7 @@ class Mooncake(Pooled):
         copies = self._client.get_replica_desc(keys[0])
         (memory,) = (copy for copy in copies if copy.is_memory_replica())
         segment = memory.get_memory_descriptor().buffer_descriptor.transport_endpoint
-        time.sleep(self._LEASE_S + 0.5)  # what is leased is not cleared
+        time.sleep(self._LEASE_S + 0.5)  # leased copies are not cleared
         cleared = self._client.batch_replica_clear(keys, segment)
         assert len(cleared) == len(keys), "its copies in memory stay"
         super().settled(prefix)

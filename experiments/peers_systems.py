@@ -1,12 +1,12 @@
-"""What `experiments.peers` compares, each behind the same few calls, in its own environment.
+"""The systems `experiments.peers` compares, each behind the same few calls, in its own environment.
 
     fill     rows lie where the system takes them from (its pool in memory)        not timed
     store    on return the system says that they are stored                        timed
-    settled  whatever has to pass before they can be read from the medium; what
-             was stored is cleared from a pool that a restore ends in              not timed
+    settled  whatever must happen before they can be read from the medium; a pool
+             that a restore ends in is cleared of what was stored                  not timed
     restore  on return they lie in memory, where an engine would take them from    timed
 
-All end in memory of their own, so the copy from there to an engine's KV cache is in nobody's time.
+All end in memory of their own: no time includes the copy from there to an engine's KV cache.
 Peers begin there, too; impress begins with an engine's tensors, packing and checksums included,
 which is in the peers' favour. "impress outs" ends in an engine's tensors.
 """
@@ -59,7 +59,7 @@ class Impress(System):
         self._store = impress.PrefixStore.open(folder, geometry, "peers", config)
         self._planes: Any = None
         self._got: Any = []
-        self._reading = ExitStack()  # until what came has been compared
+        self._reading = ExitStack()  # until the rows read have been compared
 
     def _tensors(self, rows: Rows) -> Any:
         s = self.shape
@@ -105,7 +105,7 @@ class Impress(System):
 
 
 class ImpressOuts(Impress):
-    """The same into an engine's tensors, closed when they are filled."""
+    """The same, read into an engine's tensors; lease and session close once they are filled."""
 
     def __init__(self, folder: Path, shape: Shape) -> None:
         super().__init__(folder, shape)
@@ -124,7 +124,7 @@ class ImpressOuts(Impress):
 
 
 class ImpressDram(Impress):
-    """The same with it: what a cold read brought is copied up behind it, and read there next."""
+    """The same with a DRAM tier: what a cold read brought is copied up after it, and read there."""
 
     dram_bytes = 1024 * MIB
 
@@ -202,7 +202,7 @@ class LMCacheDirect(LMCache):
 
 
 class VllmFiles(Pooled):
-    """vLLM's file tier of its KV offloading, a job a request, as its manager submits them."""
+    """vLLM's file tier of its KV offloading, one job per request, as its manager submits them."""
 
     def __init__(self, folder: Path, shape: Shape) -> None:
         super().__init__(folder, shape)
@@ -218,7 +218,7 @@ class VllmFiles(Pooled):
         self._key = make_offload_key
         self._job = TransferJob
         self._n_jobs = 0
-        # What the tier reads of vLLM's configuration; it makes folder names of it.
+        # What the tier reads of vLLM's configuration, to make folder names from it.
         config = SimpleNamespace(
             groups=[SimpleNamespace(tokens_per_block=shape.chunk_tokens, layer_names=["all"])],
             model=SimpleNamespace(name="peers", dtype="bfloat16"),
@@ -253,7 +253,7 @@ class VllmFiles(Pooled):
 
 
 class HiCacheFile(Pooled):
-    """SGLang's file backend of HiCache, a page a chunk."""
+    """SGLang's file backend of HiCache, one page per chunk."""
 
     def __init__(self, folder: Path, shape: Shape) -> None:
         super().__init__(folder, shape)

@@ -2,9 +2,9 @@
 
     python -m experiments.peers_worker NAME FOLDER SEED SHAPE
 
-Lines of JSON: {"do": "store" | "cold" | "warm" | "end", "prefix": i} in, what it took out. It needs
-NumPy and the system, nothing else. What is not the system's work (making rows, laying them where it
-takes them from, comparing them, dropping caches) is not timed.
+JSON lines {"do": "store" | "cold" | "warm" | "end", "prefix": i} come in, and what each took goes
+out. It needs only NumPy and the system. Work that is not the system's (making rows, laying them
+where it takes them from, comparing them, dropping caches) is not timed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class System:
         """Nothing to wait for."""
 
     def close(self) -> None:
-        """The process ends anyhow."""
+        """The process ends anyway."""
 
 
 class Pooled(System):
@@ -75,7 +75,7 @@ class Pooled(System):
         self.pool[:] = rows
 
     def settled(self, prefix: int) -> None:
-        """What was stored lies in the pool no more: a restore that reads nothing shows."""
+        """Clear the pool of what was stored, so that a restore that reads nothing shows."""
         self.pool[:] = 0
 
     def same(self, prefix: int, rows: npt.NDArray[np.uint8]) -> bool:
@@ -108,7 +108,7 @@ def sync(folder: Path) -> None:
 
 
 def drop(folder: Path) -> None:
-    """No byte of the files is in the page cache; of those on tmpfs, all stay."""
+    """Drop the files from the page cache; those on tmpfs stay."""
     for path in files(folder):
         fd = os.open(path, os.O_RDONLY)
         os.fdatasync(fd)
@@ -127,7 +127,7 @@ def cpu_s(children: list[int]) -> float:
 
 
 def timed(system: Any, folder: Path, work: Callable[[], None], *, settle: bool) -> dict[str, Any]:
-    """Seconds of some work and CPU seconds; `settle` adds those until its bytes are on the disk."""
+    """Seconds and CPU seconds of some work; `settle` adds those until its bytes are on the disk."""
     cpu, begin = cpu_s(system.children), time.perf_counter()
     work()
     took: dict[str, Any] = {"seconds": time.perf_counter() - begin}
@@ -179,7 +179,7 @@ def main(name: str, folder: Path, seed: int, shape: Shape) -> None:
         say({"error": f"{type(err).__name__}: {err}".splitlines()[0][:200]})
         raise
     finally:
-        os._exit(0)  # threads of the system that nobody ends
+        os._exit(0)  # the system leaves threads that nothing ends
 
 
 if __name__ == "__main__":

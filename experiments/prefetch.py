@@ -25,17 +25,17 @@ from impress.demo.lookup.tasks import document
 from impress.engines import hf
 from impress.policy import Exact, Paper, Quality
 
-#: Systems without, and the same with it.
+#: Systems that do not read ahead, and the same ones reading ahead.
 NAMES: Final = tuple(
     name for one in ("impress", "quality", "contiguous") for name in (one, f"{one}_prefetch")
 )
-#: Of the real engine: where its model is, tokens of a document, documents, and bytes a layer read
-#: ahead (about a quarter and all of its rows).
+#: For the real engine: its model's folder, tokens per document, documents, and bytes read ahead per
+#: layer (about a quarter and all of its rows).
 CHECKPOINT: Final = Path(impress.__file__).parent / "demo" / "lookup" / "specialised"
 N_TOKENS: Final = 1536
 N_DOCUMENTS: Final = 4
 CAPS: Final = (0, 1 << 20, 4 << 20)
-#: Exact never reads on a guess: how far its rows are apart is what chance does here.
+#: Exact never reads on a guess: how far apart its report rows are shows what chance does.
 _POLICIES: Final = (Exact(), Paper(0.25), Quality())
 
 
@@ -81,7 +81,7 @@ def _real(folder: Path, rounds: int) -> list[Row]:
                         engine = engines[cap]
                         engine.generate(prompt, max_new_tokens=1, do_sample=False, policy=policy)
                         found[policy.name, cap].append(engine.last_request)
-                        time.sleep(0.02)  # what follows a request is not in the next one's time
+                        time.sleep(0.02)  # work after a request is not in the next one's time
     return [_real_row(policy, cap, requests) for (policy, cap), requests in found.items()]
 
 

@@ -4,11 +4,11 @@ On the lookup models: recall of the true top tenth of a layer's rows (by the col
 heads on the stored keys, queries of the exact forward; mean over layers and questions), accuracy
 when each layer loads the top 2, 5, 10 and 25 % by the codec (heads3: the paper's vote, no gate),
 and what `Quality` loads and how many right answers turn wrong with it (not points lost: those that
-turn right are not set against them). "keys" ranks by the stored keys: the most a sketch can reach.
+turn right are not deducted). "keys" ranks by the stored keys: the most a sketch can reach.
 The pca codecs are fitted to documents of another split.
 
-For 16 and more heads and heads of 64 there is no trained model here: recall only, on SYNTHETIC keys
-that have the spectrum of the lookup model's, and queries that look at some of them.
+For 16 or more heads, and for heads of 64, there is no trained model here: recall only, on SYNTHETIC
+keys with the spectrum of the lookup model's, and queries that look at some of them.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def ask(
 def bounded(
     prefix: Prefix, sketches: Sketches, name: str, bound: float, counted: Counted
 ) -> Callable[..., Any]:
-    """The rows that Quality wants by a codec; what they cost and miss is noted."""
+    """The rows that Quality wants by a codec; their cost and the mass they miss are noted."""
 
     def rows(layer: int, query: Tensor, scaling: float, lse: Tensor) -> Any:
         a = sketches.asked(name, layer, query, scaling, lse)
@@ -292,7 +292,7 @@ def widened(spectrum: Floats, seed: int, n_draws: int) -> list[Row]:
 
 
 def best_of(rows: list[Row]) -> tuple[str, float, float]:
-    """Of the codecs with enough recall, the one with most of it a byte: name, recall, bytes."""
+    """Of the codecs with enough recall, the one with the most per byte: name, recall, bytes."""
 
     def mean(name: str, what: str) -> float:
         return float(np.mean([row[what] for row in rows if row["codec"] == name]))

@@ -1,14 +1,14 @@
 """Repacking under load: what it writes, and how much it slows requests down meanwhile.
 
 A store learns which rows requests choose, then repacks in the background while the same kind of
-requests goes on, one behind the other:
+requests goes on, one after the other:
 
     learning ─> the same requests, by turns with the repacker held and running ─> after the pass
 
-By turns, so that a disk that gets slower or faster on the way weighs on both alike; the same, since
-what makes the tail is which prefixes are asked for and which layers fall back; whichever is first
-in one pair is second in the next, since who is second finds its rows cached. Compute is a wait of
-the stated roofline (emulated); reads and writes are real.
+By turns, so that a disk that gets slower or faster meanwhile affects both alike; the same requests,
+since the tail depends on which prefixes are asked for and which layers fall back. Whichever is
+first in one pair is second in the next, since the second finds its rows cached. Compute is emulated
+by waits that follow the stated roofline; reads and writes are real.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ POLICY: Final = Paper(0.25)
 N: Final = {False: 4500, True: 100}
 #: Requests in a turn.
 TURN: Final = 25
-#: Seconds of the requests of two turns, with the repacker held and running.
+#: Seconds of the requests in two turns: with the repacker held, and with it running.
 Pair = tuple[list[float], list[float]]
 _WAYS: Final = ("held", "during")
 N_PREFIXES: Final = {False: 8, True: 4}
-#: Requests on a prefix before the pass, beside it and behind it, each asked again and again. The
-#: store learns from those beside it, too; no order is made of those behind it.
+#: Requests on a prefix before, during and after the pass, each asked again and again. The store
+#: learns from those during it, too; no order is made from those after it.
 _BEFORE, _BESIDE, _BEHIND = range(24), range(24, 48), range(48, 60)
 
 
 def cells(options: Options) -> list[Cell]:
     seconds = 60 + 2.25 * N[options.quick] * 0.12
-    # What was measured before turns behind a move counted so, before the pass's part under load
-    # stood apart, before both ways had the same requests, before these came with the first token of
-    # the one before and before those behind the pass were others, is measured again.
+    # Cells from before any of these are measured again: turns after a move count as "during", the
+    # pass's part under load is apart, both ways have the same requests, these come with the first
+    # token of the one before, and those after the pass are other ones.
     params = {"part": "repack", "n": N[options.quick], "behind": "during", "pass": "apart",
               "requests": "the same", "clock": "from the first token before",
               "after": "others"}  # fmt: skip
@@ -105,22 +105,22 @@ def measure(options: Options, verdict: Verdict) -> list[Row]:
 
 
 def _next(queue: Any, n: int, of: range) -> list[tuple[int, int]]:
-    """Requests on the next prefixes asked for, of these on each."""
+    """Requests on the next n prefixes asked for, with request numbers from `of`."""
     return [(prefix, of[request % len(of)]) for prefix, request in islice(queue, n)]
 
 
 def _one(server: Server, data: Data, asked: tuple[int, int]) -> Served:
-    """A request, and what goes on behind it."""
+    """Serve a request, and wait for the work that goes on after it."""
     served = server.serve(Asking(asked[0], data.prefixes[asked[0]].tokens, asked[1]))
     server.settle()
     return served
 
 
 def _in_a_row(server: Server, data: Data, some: Sequence[tuple[int, int]]) -> list[float]:
-    """Seconds of requests of which each comes with the first token of the one before.
+    """Seconds of requests that each come with the first token of the one before.
 
-    Nothing is waited for between two: that would keep them out of the way of what the repacker has
-    under way.
+    There is no wait between two: it would keep them out of the way of what the repacker has under
+    way.
     """
     asked = [Asking(prefix, data.prefixes[prefix].tokens, request) for prefix, request in some]
     served = [server.serve(one) for one in asked]
@@ -131,15 +131,15 @@ def _in_a_row(server: Server, data: Data, some: Sequence[tuple[int, int]]) -> li
 def _phases(
     server: Server, data: Data, store: PrefixStore, queue: Any, n: int, stretch: float
 ) -> Row:
-    """Requests before, by turns beside, and after a pass of the repacker: milliseconds as on the
-    paper's disk (divided by the dilation). A turn behind a move counts as beside it. Those after
-    are not to be set against the others: there what goes on behind a request is waited for."""
+    """Requests before, by turns during, and after a pass of the repacker: milliseconds as on the
+    paper's disk (divided by the dilation). A turn after a move counts as during it. Those after
+    are not comparable with the others: there, work that goes on after a request is waited for."""
     one, in_a_row = partial(_one, server, data), partial(_in_a_row, server, data)
     for asked in _next(queue, max(12, n // 8), _BEFORE):
         one(asked)  # learning, and warm caches
     reports: list[Any] = []
     pairs: list[Pair] = []
-    n_behind = n_moved = 0  # turns of requests behind a move, with the repacker held; moves
+    n_behind = n_moved = 0  # turns of requests after a move, with the repacker held; moves
     running_s = 0.0  # of turns with the repacker running
     with _gate() as running:
         thread = threading.Thread(target=lambda: reports.append(store.repack()), daemon=True)
@@ -154,7 +154,7 @@ def _phases(
                 turns[way] = in_a_row(same)
                 if way == "during":
                     running_s += time.perf_counter() - begin
-                else:  # behind a move a span is erased, and the next finds no cache of it
+                else:  # after a move a span is erased, and the next finds no cache of it
                     before, n_moved = n_moved, store.counters["repacks/yes"]
                     behind = n_moved > before
             if not thread.is_alive():
@@ -191,7 +191,7 @@ def _phases(
 
 
 def _check_compared(times: dict[str, list[float]], reports: Sequence[Any]) -> None:
-    """Raises Unable where there is no pass to tell of, or no requests on one side of it."""
+    """Raises Unable where there is no pass to report, or one of the ways has no requests."""
     if not reports:
         raise Unable("the repacker failed, or was not through ten minutes after the requests")
     for name, what in (("held", "held"), ("during", "running")):
@@ -218,8 +218,8 @@ def _gate() -> Iterator[threading.Event]:
 
 def _slowdown(pairs: Sequence[Pair], q: int) -> tuple[float, float, float]:
     """How much longer a percentile is with the repacker running, and its interval of 95 %: whole
-    pairs of turns are drawn, since requests behind each other are alike, and those of a pair the
-    same."""
+    pairs of turns are drawn, since successive requests are alike, and the two turns of a pair have
+    the same."""
     rng = np.random.default_rng(0)
 
     def of(some: Sequence[Pair]) -> float:

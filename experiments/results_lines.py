@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-#: A figure from what a report holds; None where it does not hold it.
+#: Derives a figure from a report; None where the report does not hold it.
 Derived = Callable[[Mapping[str, Any]], float | None]
 
 
@@ -18,13 +18,13 @@ class Ours:
     figure: str
     form: str = "{:.2f}×"
     label: str = ""
-    within: bool = False  # its interval of 95 % behind it: figures FIGURE_low and _high
-    of: Derived | None = None  # what no figure says: taken from the report
+    within: bool = False  # with its interval of 95 %: figures FIGURE_low and _high
+    of: Derived | None = None  # for what no figure says: derived from the report
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure of the paper's. `how` ours came about: measured, emulated, computed."""
+    """One figure of the paper's. `how`: ours was measured, emulated or computed."""
 
     where: str
     what: str
@@ -36,13 +36,13 @@ class Line:
 
 _SLICE: Final = "a slice of the layers on a slower disk; compute waits, reads are real"
 _AT: Final = "chunks.units.png has all overlaps"
-#: At how much of an overlap with the average order, as measured, figures of `chunks` are taken.
+#: The measured overlap with the average order at which figures of `chunks` are taken.
 _OVERLAP: Final = Ours("chunks", "overlap", "{:.2f}", "choices overlap the average order by ")
 _SMALL: Final = "two small trained models, not OPT"
 
 
 def _twice(cell: str, varied: str) -> tuple[Ours, ...]:
-    """Of a cell of `ttft`, and of the same factors in `scale`."""
+    """The figure of a cell of `ttft`, and of the same factors in `scale`."""
     return (
         Ours("ttft", f"{varied}.p50_vs_as_h2o_lfu", within=True),
         Ours("scale", f"{cell}.p50_vs_as_h2o_lfu", label="`scale` ", within=True),
@@ -56,9 +56,9 @@ def _in_base_cell(report: Mapping[str, Any], system: str) -> Mapping[str, Any]:
 
 
 def _map_share(share: str, *, at_papers_disk: bool = False) -> Derived:
-    """Of IMPRESS in the base cell: a real time's share of an emulated one. With the paper's disk
-    what is waited for and what comes from the disk would not be stretched; all else is work of this
-    machine's, and would take as long."""
+    """For IMPRESS in the base cell, a real time's share of an emulated one. With the paper's disk,
+    waits and reads from the disk would not be stretched; all else is work of this machine, and
+    would take as long as here."""
 
     def of(report: Mapping[str, Any]) -> float | None:
         row = _in_base_cell(report, "impress")
@@ -80,7 +80,7 @@ def _io_share(report: Mapping[str, Any]) -> float | None:
 
 
 def _in_row(name: str) -> Derived:
-    """What the first row that has it says."""
+    """The value of `name` in the first row that has it."""
 
     def of(report: Mapping[str, Any]) -> float | None:
         return next((float(row[name]) for row in report["rows"] if name in row), None)

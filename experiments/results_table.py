@@ -23,7 +23,7 @@ from experiments.systems.sweep import by_cell
 
 _MARK: Final = re.compile(r"(<!-- table: ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _NOT_RUN: Final = "not yet run"
-#: Under docs/, those with tables.
+#: The pages under docs/ that have tables.
 PAGES: Final = ("RESULTS.md", "LINEAGE.md")
 
 
@@ -45,7 +45,7 @@ class Reports:
 
     @classmethod
     def of(cls, folder: Path) -> Reports:
-        """Raises Unable where a file is no report."""
+        """Raises Unable where a file is not a report."""
         found = {path.stem: _report(path) for path in sorted(folder.glob("*.json"))}
         return cls({name: report for name, report in found.items() if "figures" in report})
 
@@ -89,7 +89,7 @@ class Reports:
 
 
 def _failed(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What of the checks was withdrawn and measured again: no cell was measured behind those."""
+    """The checks that failed and were measured again: no cell was measured after those."""
     errors = checks(rows)
     failed = [error for error in errors if error > MOST_ERROR]
     if not failed:
@@ -98,7 +98,7 @@ def _failed(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _processor(host: str) -> str:
-    """Of a report's machine, without what its maker adds."""
+    """The processor of a report's machine, without what its maker adds to the name."""
     return re.sub(r"\(\w+\)| Processor$", "", host.partition(", ")[2])
 
 
@@ -118,7 +118,7 @@ def _ours(line: Line, reports: Reports) -> str:
     return "; ".join(f"{o.label}{reports.figure(o)}" for o in line.ours) or "not measured"
 
 
-#: What rows of older reports lack, and were; None: nobody knows.
+#: Keys that rows of older reports lack, and the values they had; None: unknown.
 _BEFORE: Final = {
     "policy": "exact", "emulated_ms": None, "stated_ms": None, "before_share": None,
     "hit_share": None, "mode": None,
@@ -129,9 +129,9 @@ def rows_table(
     report: Mapping[str, Any], columns: Mapping[str, str],
     only: Callable[[Mapping[str, Any]], bool] = lambda row: True,
 ) -> str:  # fmt: skip
-    """Some columns of `only` some of a report's rows. Those of other tables lack columns.
+    """Some columns of a report's rows for which `only` holds. Rows of other tables lack columns.
 
-    Empty where no row has them all: that part was not run, or a column is called otherwise.
+    Empty where no row has them all: that part was not run, or a column has another name.
     """
     made = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     whole = [row for row in ({**_BEFORE, **row} for row in report["rows"])
@@ -141,14 +141,14 @@ def rows_table(
     for row in whole:
         if only(row):
             made.append(f"| {' | '.join(_cell(row[name]) for name in columns.values())} |")
-    return "\n".join(dict.fromkeys(made)) + "\n"  # what two cells say alike is said once
+    return "\n".join(dict.fromkeys(made)) + "\n"  # equal rows of two cells appear once
 
 
 #: What a table across cells sets side by side.
 _ACROSS: Final = (
     "recompute", "as", "as_h2o_lfu", "impress", "as_int4", "snapkv", "quality", "exact", "auto",
 )  # fmt: skip
-#: And what their ratios go by.
+#: And the times that their ratios are taken from.
 _BY: Final = ("p50_ms", "mean_ms")
 
 
@@ -264,12 +264,12 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
 }  # fmt: skip
 
 
-#: Of `accuracy`'s ways to a prefix, those in the table: a quarter of the rows, and what needs none.
+#: Ways of serving a prefix in `accuracy`'s table: at a quarter of the rows, and those without one.
 _ARMS: Final = (
     "exact", "int8", "int4", "quality05", "25.paper", "25.all_heads", "25.pages", "25.snap",
     "25.contiguous", "25.static_h2o",
 )  # fmt: skip
-#: Tables of some of their report's rows; the others stand in a table of their own, or in none.
+#: Tables of some of their report's rows; the others are in a table of their own, or in none.
 _ONLY: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
     "ttft": lambda row: row.get("cell") == "base",
     "accuracy": lambda row: row["task"] == "all" and row["arm"] in _ARMS,
@@ -308,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fill_all(docs: Path) -> int:
-    """Every page of this folder, from the reports in its `results`. 2 where one is none, else 0."""
+    """Fill this folder's pages from the reports in its `results`. 2 where one is none, else 0."""
     try:
         for page in PAGES:
             fill(docs / page, docs / "results")

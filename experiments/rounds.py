@@ -1,7 +1,7 @@
-"""Rounds of a cell that takes long, kept one by one: a run that was stopped need not begin it anew.
+"""Rounds of a long cell, kept one by one: a run that was stopped need not begin the cell again.
 
-They lie beside the report's state file: a line of JSON that says which cell, then one a round. What
-a later run adds it measures on caches that it filled itself; a cell's rows say in how many runs.
+They lie beside the report's state file: a line of JSON that names the cell, then one per round. A
+later run measures its rounds on caches that it filled; a cell's rows say in how many runs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Round = dict[str, Any]
 
 class Rounds:
     """`kept`: rounds of this cell that earlier runs measured, at this commit on this machine, where
-    this run goes on. The file holds one cell: another's rounds make way.
+    this run goes on. The file holds one cell: the rounds of another are dropped for it.
 
-    Not synced: that were a write beside what is measured, and what a power cut takes can be
+    Not synced: that would be a write during the measurement, and rounds lost in a power cut can be
     measured again.
     """
 
     def __init__(self, report: Path | None, params: Mapping[str, Any], *, resume: bool) -> None:
         """`report`, `resume`: as for Cells. `params`: in JSON's types."""
         self.kept: list[Round] = []
-        self._runs: list[int] = []  # of each round
+        self._runs: list[int] = []  # for each round
         self._run = 1
         state = state_file(report)
         self._path = state and state.with_name(state.name.replace(".cells.", ".rounds."))
@@ -46,11 +46,11 @@ class Rounds:
 
     @property
     def n_runs(self) -> int:
-        """Runs that measured some of them."""
+        """How many runs measured some of them."""
         return len(set(self._runs))
 
     def add(self, one: Round) -> None:
-        """A round is over: kept on return, where there is a file."""
+        """Add a finished round: it is kept on return, where there is a file."""
         self._runs.append(self._run)
         if self._path is not None:
             with named(self._path), self._path.open("a") as file:
@@ -58,7 +58,7 @@ class Rounds:
 
 
 def _lines(path: Path) -> list[Any]:
-    """Up to the first that is none: a stopped run leaves one half written."""
+    """Values up to the first line that is not JSON: a stopped run leaves one half written."""
     found: list[Any] = []
     if path.exists():
         for line in path.read_text(errors="replace").splitlines():

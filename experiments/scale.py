@@ -1,7 +1,7 @@
 """Larger and smaller models, and more data for the same caches (Figs 16, 24, 25).
 
-IMPRESS, its best baseline, recomputing and int4 of everything, by model and by how much data there
-is to HBM + DRAM. Compute is emulated (experiments/systems/clock.py).
+IMPRESS, its best baseline, recomputing and int4 of everything, by model and by the ratio of data to
+HBM + DRAM. Compute is emulated (experiments/systems/clock.py).
 """
 
 from __future__ import annotations

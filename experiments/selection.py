@@ -1,4 +1,4 @@
-"""What choosing rows keeps of accuracy, on the lookup models and their three tasks.
+"""How much accuracy choosing rows keeps, on the lookup models and their three tasks.
 
 Each document is computed once and stored in a real store with both probe records; each question is
 then answered from the stored prefix under every policy, from the SSD (no DRAM tier, so nothing
@@ -62,14 +62,14 @@ LOOKUP: Final = Path(impress.__file__).parent / "demo" / "lookup"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One question under one policy. Masses: [layers, 4] estimate, true, and of the worst head
-    likewise; without rows where they were not measured."""
+    """One question under one policy. `mass`: [layers, 4], estimated and true, then the same for the
+    worst head; no rows where it was not measured."""
 
     document: int
     task: str
     right: bool
     strict: bool
-    same: bool  # the candidate that exact chooses
+    same: bool  # it chose the same candidate as exact
     exact_right: bool
     kl: float  # nats, from exact's distribution over all words
     rows_share: float
@@ -96,7 +96,7 @@ class Found:
 
 
 def asked(doc: Document) -> list[Question]:
-    """One diffuse question, and three of the others: two of the one, one of the other, in turn."""
+    """One diffuse question, and three of the other tasks: two of one, one of the other, in turn."""
     n_rte = 1 + doc.index % 2
     counts = {"rte": n_rte, "copa": 3 - n_rte, "diffuse": 1}
     return [q for task in TASKS for q in questions(doc, task, counts[task])]
@@ -113,7 +113,7 @@ def ask_all(
     measured: set[str] = set()
     with store.lease(doc.tokens) as lease:
         for q in asked(doc):
-            # Measuring what was left out costs as much as answering: the first of each task.
+            # Measuring what was left out costs as much as answering: only the first of each task.
             seen = None if q.task in measured else truth
             measured.add(q.task)
             got = {
@@ -191,8 +191,8 @@ def resamples(outcomes: list[Outcome], seed: int) -> tuple[npt.NDArray[np.float6
 
 
 def figures_of(outcomes: list[Outcome], policy: Policy, seed: int) -> dict[str, float]:
-    """What is said of some questions under one policy. Accuracies are shares, `lost_points` and
-    its interval percentage points below exact."""
+    """Figures of some questions under one policy. Accuracies are shares; `lost_points` and its
+    interval are percentage points below exact."""
     accuracy, lost = resamples(outcomes, seed)
     low, high = np.percentile(accuracy, (2.5, 97.5))
     least, most = np.percentile(100 * lost, (2.5, 97.5))
@@ -214,7 +214,7 @@ def figures_of(outcomes: list[Outcome], policy: Policy, seed: int) -> dict[str, 
         **said,
         **_masses(np.concatenate([o.mass for o in outcomes]), policy),
     }  # fmt: skip
-    if not isinstance(policy, Exact):  # who lost one is known no better than who lost none
+    if not isinstance(policy, Exact):  # losing one is known no better than losing none
         least_known = most_unseen(len({o.document for o in outcomes}))
         made["lost_points_high"] = max(made["lost_points_high"], least_known)
     return {name: float(value) for name, value in made.items()}
@@ -250,7 +250,7 @@ def all_figures(found: dict[str, Found], seed: int) -> tuple[dict[str, float], l
             for checkpoint, one in found.items()
             for task in (*TASKS, "")
         }
-        # A document is asked of every checkpoint: pooled, it is still one document.
+        # Every checkpoint is asked about a document: pooled, it is still one document.
         cells["", ""] = [o for one in found.values() for o in one.by_policy[name]]
         for (checkpoint, task), outcomes in cells.items():
             said = figures_of(outcomes, policy, seed)

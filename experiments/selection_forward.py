@@ -1,4 +1,4 @@
-"""A forward pass over any rows of a prefix, written apart from the engine's: OPT's and Llama's.
+"""A forward pass over any rows of a prefix, for OPT and Llama, independent of the engine's.
 
     question ─embed→ [ norm → q, k, v → rows of the prefix for q → attention → mlp ]* → logits
 
@@ -58,7 +58,7 @@ class Answered:
 
 
 class Family(Protocol):
-    """The parts of a model that attention stands between. x: [q, hidden]."""
+    """The parts of a model before and after attention. x: [q, hidden]."""
 
     scaling: float  # of scores
 
@@ -67,20 +67,20 @@ class Family(Protocol):
         """Layers of the model."""
 
     def embedded(self, tokens: Sequence[int], n_prefix: int) -> Tensor:
-        """x of words at positions n_prefix and on."""
+        """x of words, at positions from n_prefix on."""
 
     def projected(self, i: int, x: Tensor, n_prefix: int) -> Heads:
         """Query, keys and values [heads, q, head_dim] of the new tokens, after RoPE."""
 
     def mixed(self, i: int, x: Tensor, seen: Tensor) -> Tensor:
-        """x behind layer i, whose attention saw `seen` [q, hidden]."""
+        """x after layer i, whose attention gave `seen` [q, hidden]."""
 
     def logits(self, x: Tensor) -> Tensor:
         """float32 [words] after the last token."""
 
 
 class Opt:
-    """OPT's stock attention scales the query itself, and the scores by nothing."""
+    """OPT's stock attention scales the query itself and does not scale the scores."""
 
     def __init__(self, model: Any) -> None:
         self.scaling = 1.0
@@ -116,7 +116,7 @@ class Opt:
 
 
 class Llama:
-    """Llama's, with positions turned into queries and keys, and KV heads shared by query heads."""
+    """Llama, with positions rotated into queries and keys, and KV heads shared by query heads."""
 
     def __init__(self, model: Any) -> None:
         self._head, self._base = model.lm_head, model.model
@@ -172,7 +172,7 @@ def prefill(model: Any, tokens: Sequence[int]) -> tuple[Prefix, Any]:
 
 @torch.no_grad()
 def walk(model: Any, n_prefix: int, tokens: Sequence[int], rows: Rows) -> Tensor:
-    """Logits float32 [words] of `tokens` behind a prefix, on the rows that `rows` brings."""
+    """Logits float32 [words] of `tokens` after a prefix, on the rows that `rows` brings."""
     family = family_of(model)
     x = family.embedded(tokens, n_prefix)
     for i in range(family.n_layers):
@@ -187,7 +187,7 @@ def walk(model: Any, n_prefix: int, tokens: Sequence[int], rows: Rows) -> Tensor
 def answer(
     model: Any, lease: Lease, policy: Policy, tokens: Sequence[int], truth: Prefix | None = None
 ) -> Answered:
-    """Run `tokens` behind a leased prefix under a policy. Raises PrefixLost.
+    """Run `tokens` after a leased prefix under a policy. Raises PrefixLost.
 
     `truth`: the prefix's rows as computed, to measure what was left out; None measures nothing.
     """

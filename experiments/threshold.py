@@ -1,8 +1,8 @@
 """The gate's threshold, from never agreeing to always: keys read and answers (Figs 11, 22).
 
-On the small models that look things up, whose answers are right or wrong; of the RTE and COPA
-shapes: diffuse questions, which no choice of top rows answers, are left out. alpha 0 always falls
-back, a large alpha never does. All is real here.
+On the small models that look things up, whose answers are right or wrong, with questions of the RTE
+and COPA shapes: diffuse ones, which no choice of top rows answers, are left out. alpha 0 always
+falls back, a large alpha never does. All is real here.
 """
 
 from __future__ import annotations

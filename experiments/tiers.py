@@ -5,10 +5,10 @@ Two views of the same store code, each exact and under the policies that choose 
     engine    a lookup checkpoint in Transformers, prefixes as long as its positions allow: TTFT
     sessions  bare sessions in OPT-6.7B's geometry, fewer layers, synthetic rows: GB/s
 
-One process opens a directory once for each tier, reading only: with no caches (SSD), with DRAM, and
+One process opens a directory once for each tier, read-only: with no caches (SSD), with DRAM, and
 with an HBM tier above it. Caches are warmed by exact requests until a whole request comes from the
 tier wanted, and each measured request is checked to have read its rows there. Probe records lie in
-DRAM wherever there is one. Cells are interleaved, in another order each round. Logits (engine), and
+DRAM wherever there is any. Cells are interleaved, in another order each round. Logits (engine), and
 positions, keys and values (sessions) are compared bit by bit between the tiers.
 
 Floors of the same run: fio on the segment file (sequential, 1 MiB, O_DIRECT), memcpy of a prefix by
@@ -57,7 +57,7 @@ class Answers:
         self._logits: dict[tuple[str, int], torch.Tensor] = {}
 
     def store(self, folder: Path) -> int:
-        """Compute every document once; bytes stored of them."""
+        """Compute and store every document once. Returns the bytes stored."""
         config = impress.Config(probes=PROBES, dram_bytes=0, segment_bytes=16 * MIB)
         with hf.attach(self.model, folder, config=config) as engine:
             for doc in self.documents:
@@ -77,7 +77,7 @@ class Answers:
                 warm(tier, request)
 
     def cells(self, engines: dict[str, hf.Engine]) -> Cells:
-        """One request each; and the floor, and computing the prompt."""
+        """One request each; also the floor, and recomputing the prompt."""
         found: Cells = {}
         for name, policy in POLICIES.items():
             for tier, engine in engines.items():

@@ -1,4 +1,4 @@
-"""What experiments.tiers is made of: one directory opened for each tier, and cells in turns."""
+"""What experiments.tiers is made of: one directory opened for each tier, and cells in turn."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def budgets(tier: str, n_bytes: int) -> dict[str, Any]:
 def opened(
     path: Path, geometry: impress.Geometry, namespace: str | bytes, n_bytes: int
 ) -> Iterator[dict[str, impress.PrefixStore]]:
-    """The same directory once for each tier, reading only."""
+    """The same directory opened read-only, once for each tier."""
     with ExitStack() as closing:
         yield {
             tier: closing.enter_context(impress.PrefixStore.open(
@@ -60,11 +60,11 @@ def warm(tier: str, request: Callable[[], dict[str, int]]) -> None:
     while set(rows := request()) != {tier}:
         if time.monotonic() > deadline:
             raise Unable(f"{tier}: not warm after {WARM_S:g} s, rows come from {rows}")
-        time.sleep(0.01)  # promotions go on behind the request
+        time.sleep(0.01)  # promotions go on after the request
 
 
 def rotated(cells: Cells, rounds: int, seed: int) -> None:
-    """Every cell once a round, in an order drawn anew for each."""
+    """Run every cell once a round, in an order drawn for each round."""
     order = np.random.default_rng(seed)
     for at in range(rounds):
         for i in order.permutation(len(cells)).tolist():

@@ -23,14 +23,14 @@ from tiers.slots import aligned
 
 MIB: Final = 1 << 20
 N_ROWS: Final = 16  # query rows of a session
-#: Heads of synthetic rows do not agree: the gate would load everything. It votes whatever.
+#: Heads of synthetic rows do not agree: the gate would load everything. So it is off.
 POLICIES: Final[dict[str, Policy]] = {
     "exact": Exact(), "paper": Paper(gate=False), "quality": Quality(),
 }  # fmt: skip
 
 
 class Bare:
-    """Synthetic rows of a few layers: every head of a layer looks hard at some of the same."""
+    """Synthetic rows of a few layers: every head of a layer looks hard at some of the same rows."""
 
     def __init__(self, n_tokens: int, n_layers: int, seed: int) -> None:
         self.geometry = impress.Geometry(n_layers, 32, 32, 128, "float16")
@@ -61,7 +61,7 @@ class Bare:
         return rows.transpose(0, 1)
 
     def store(self, folder: Path) -> Path:
-        """Store all rows; the one segment file, little larger than what is in it."""
+        """Store all rows. Returns the one segment file, little larger than its contents."""
         config = impress.Config(
             probes=PROBES, dram_bytes=0, segment_bytes=-(-self.n_bytes * 5 // 4 // MIB) * MIB,
             write_buffer_bytes=256 * MIB,
@@ -123,7 +123,7 @@ class Bare:
 
 
 def memcpy_cell(n_bytes: int, samples: Samples, n_threads: int) -> Callable[[], None]:
-    """Copy a prefix's bytes in memory, cut among threads as reads are."""
+    """Copy a prefix's bytes in memory, split among threads as reads are."""
     pool = IoPool(n_threads)
     source, dest = (np.ones(n_bytes, dtype=np.uint8) for _ in range(2))
     step = 2 * MIB

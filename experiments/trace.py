@@ -3,9 +3,9 @@
     python -m experiments.trace --trace conversation_trace.jsonl      Mooncake's format
     python -m experiments.trace                                       made-up conversations
 
-Through the real tree, caches and evictions (trace_replay.py), one request after the other. Beside
-them the hash-table pool, which lets single blocks go where the tree lets whole leaves go, and a
-home without an end. Hit rates count blocks of 512 tokens, as the traces do.
+It goes through the real tree, caches and evictions (trace_replay.py), one request after the other.
+Also measured: the hash-table pool, which evicts single blocks where the tree evicts whole leaves,
+and a home of unlimited size. Hit rates count blocks of 512 tokens, as the traces do.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ POLICIES: Final = ("lru", "lfu", "importance", "prefix-lru")
 POOL: Final = "hash-table pool"
 #: Where a block is found; ssd is home, the pool is a tier of its own.
 TIERS: Final = ("hbm", "dram", "ssd", "pool")
-#: Blocks at home, and of the pool; the figures are of this one.
+#: Blocks at home, and in the pool; then the size that the figures are for.
 SIZES: Final = {False: (1_000, 3_000, 10_000, 30_000, 100_000), True: (1_000, 10_000)}
 FIGURE_SIZE: Final = 10_000
-#: Of the fast tiers to home: the paper's 10 GB and 32 GB over 130 GB.
+#: Sizes of the fast tiers relative to home: the paper's 10 GB and 32 GB over 130 GB.
 FAST: Final = {"hbm": 10 / 130, "dram": 32 / 130}
 N_QUICK: Final = 2_000
 N_SYNTHETIC: Final = 12_000
 #: KV of a token: Llama-3-8B in 16 bits.
 TOKEN_BYTES: Final = 32 * 2 * 8 * 128 * 2
-#: Seconds of a thousand requests, on one busy core: for the estimate.
+#: Seconds for a thousand requests on one busy core, for the estimate.
 _THOUSAND_S: Final = 2.0
 
 
@@ -82,7 +82,7 @@ def cells(options: Options) -> list[Cell]:
 
 
 def measure(requests: Sequence[Request], policy: str, size: int, token_bytes: int) -> list[Row]:
-    """One row. size 0: without an end, and without fast tiers."""
+    """One row. size 0: unlimited, and without fast tiers."""
     if policy == POOL:
         asked, found = pooled(requests, size)
         evicted = refused = 0
@@ -104,7 +104,7 @@ def measure(requests: Sequence[Request], policy: str, size: int, token_bytes: in
 
 
 def pooled(requests: Sequence[Request], size: int) -> tuple[int, dict[str, int]]:
-    """Blocks asked for, and found in one pool of so many. A trace's numbers are its keys."""
+    """Blocks asked for, and found in one pool of `size`. A trace's numbers are its keys."""
     pool = HashPool[None](size)
     asked = found = 0
     for request in requests:
@@ -133,7 +133,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 
 
 def draw(figure: Any, said: Figures, rows: list[Row]) -> None:
-    """Hit rate over the size of home, by policy; the rate without an end as a line."""
+    """Hit rate over the size of home, by policy; the rate at unlimited size as a line."""
     axes = figure.subplots()
     for policy in (*POLICIES, POOL):
         mine = [row for row in rows if row["policy"] == policy and row["size"]]

@@ -2,7 +2,7 @@
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
-`timestamp` in ms; `hash_ids` one number for each 512 tokens of the prompt, the last maybe shorter.
+`timestamp` in ms; `hash_ids` one number for each 512 tokens of the prompt, the last perhaps fewer.
 A number stands for its block and all before it: equal ones are equal prefixes.
 """
 
@@ -20,9 +20,9 @@ import numpy.typing as npt
 from experiments.common import Unable
 
 BLOCK_TOKENS: Final = 512
-#: Bad lines that are told one by one.
+#: Bad lines that are reported one by one.
 _TOLD: Final = 10
-#: Characters of a bad value that are told.
+#: Characters of a bad value that are shown.
 _SHOWN: Final = 60
 _COUNTS: Final = ("timestamp", "input_length", "output_length")
 
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """`source`: of whom it is, to be said beside every figure. `digest`: of the file's bytes."""
+    """`source`: where it is from, to be named beside every figure. `digest`: the file's bytes'."""
 
     source: str
     digest: str
@@ -50,10 +50,10 @@ class BadLine(Exception):
 
 
 def load(path: Path, source: str, *, strict: bool, tell: Callable[[str], None]) -> Trace:
-    """Read a trace. A line that does not parse, runs back in time or has holes is told by its
-    number and left out; with `strict` it ends the reading.
+    """Read a trace. A line that does not parse, runs back in time or has holes is reported by its
+    number and left out; with `strict` the reading ends there.
 
-    Raises Unable on that, where the file cannot be read, and where no line is left.
+    Raises Unable in that case, where the file cannot be read, and where no line is left.
     """
     try:
         raw = path.read_bytes()
@@ -80,7 +80,7 @@ def load(path: Path, source: str, *, strict: bool, tell: Callable[[str], None]) 
 
 
 def _request(line: bytes, now_ms: int) -> Request:
-    """Raises BadLine. `now_ms`: of the line before."""
+    """Raises BadLine. `now_ms`: the timestamp of the line before."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError) as err:  # the latter: thousands of brackets
@@ -126,9 +126,9 @@ def _is_count(value: Any) -> bool:
 
 
 def synthetic(n: int, seed: int) -> Iterator[str]:
-    """n lines of conversations that nobody had, in this format. Pure.
+    """n lines of made-up conversations, in this format. Pure.
 
-    Each begins with one of a few system prompts, and every turn asks again with all that was said.
+    Each begins with one of a few system prompts, and every turn repeats all that was said before.
     Turns of different conversations interleave; their number and length are geometric.
     """
     rng = np.random.default_rng(seed)
@@ -150,7 +150,7 @@ def synthetic(n: int, seed: int) -> Iterator[str]:
         talks[at] = (names, n_tokens)
         asked = names + (
             [fresh] if n_tokens % BLOCK_TOKENS else []
-        )  # the partial block, never again
+        )  # the partial block, never repeated
         fresh += 1
         line = {
             "timestamp": now_ms, "input_length": n_tokens,
@@ -160,7 +160,7 @@ def synthetic(n: int, seed: int) -> Iterator[str]:
 
 
 def _numbered(names: Iterable[int], numbers: dict[tuple[int, ...], int]) -> list[int]:
-    """Blocks by number in order of first use, one for each prefix."""
+    """Number blocks in order of first use, one number per prefix."""
     path: tuple[int, ...] = ()
     ids: list[int] = []
     for name in names:

@@ -50,7 +50,7 @@ class Tally:
 
 
 class Replay:
-    """One store under one policy. `capacity`: blocks at home, None: no end; `fast`: blocks of the
+    """One store under one policy. `capacity`: blocks at home, None: no limit; `fast`: blocks of the
     tiers above it, fastest first."""
 
     def __init__(self, eviction: str, capacity: int | None, fast: Mapping[str, int]) -> None:
@@ -61,7 +61,7 @@ class Replay:
         self._caches = [
             ChunkCache(n * PAGE, {0: PAGE}, 1, tier, eviction) for tier, n in fast.items()
         ]
-        # What `worth` looks at of a store's Reading.
+        # The parts of a store's Reading that `worth` looks at.
         self._reading: Any = SimpleNamespace(
             history=self._history, config=Config(eviction=eviction),
             copies=SimpleNamespace(chunks=self._caches),
@@ -70,7 +70,7 @@ class Replay:
         self.tally = Tally(found=dict.fromkeys([*fast, "ssd"], 0))
 
     def serve(self, request: Request) -> int:
-        """One request from lease to release; the blocks that were found."""
+        """Serve one request from lease to release. Returns the blocks that were found."""
         labels = labels_of(request.blocks, _WINDOW)
         held = self._catalog.hold(_ROOT, labels, count=True)
         sources = [_source(one) for one in held]
@@ -99,7 +99,7 @@ class Replay:
     # ---- reading ---------------------------------------------------------------------------
 
     def _look(self, source: Source) -> np.ndarray:
-        """The tier of each block held, counted: the first that has it, and used there."""
+        """The tier of each block held: the first that has it. It is counted, and used there."""
         first, count = source.held.first, source.held.count
         entries = [cache.pin(source.span, 0, first, count) for cache in self._caches]
         at = levels_of(entries) if entries else np.zeros(count, dtype=np.int64)
@@ -111,7 +111,7 @@ class Replay:
         return at
 
     def _climb(self, levels: Sequence[np.ndarray], sources: Sequence[Source]) -> None:
-        """What was found goes one tier up, behind the request."""
+        """Copy what was found one tier up, after the request."""
         for source, at in zip(sources, levels, strict=True):
             for level, upper in enumerate(self._caches):
                 chunks = source.held.first + np.flatnonzero(at == level + 1)
@@ -161,7 +161,7 @@ class Replay:
         return True
 
     def _rewrite(self) -> None:
-        """What the repacker does later, at once: spans more than half dead, as their live part."""
+        """Do at once what the repacker does later: cut spans over half dead to their live part."""
         for dead in self._catalog.dead():
             if 2 * dead.n_dead > dead.n_windows:
                 held, old = list[Held](), dead.span
@@ -192,7 +192,7 @@ def _n_blocks(record: SpanRecord) -> int:
 
 
 def _source(held: Held) -> Any:
-    """What `worth` looks at of a Source."""
+    """The parts of a Source that `worth` looks at."""
     return SimpleNamespace(held=held, span=held.record.span_id, order=None)
 
 
@@ -201,6 +201,6 @@ def _chunks(source: Source) -> np.ndarray:
 
 
 def _note(source: Source) -> Note:
-    """All of what is held was used, and nothing was decided about its rows."""
+    """All blocks held were used, and nothing was decided about their rows."""
     held = source.held
     return Note(held.record.span_id, held.record.n_windows, 0, held.first, held.count, None)

@@ -21,9 +21,9 @@ from experiments.systems.paired import say, times, worst_of, worst_without_one
 from experiments.systems.sizes import Verdict, arguments, checked, how, is_real, meta
 from experiments.systems.sweep import Plan, by_cell, cell, check_cell, line, ratio
 
-#: One factor at a time. in_a_row: requests with no pause between them, in which what goes on behind
-#: one could end before the next. zipf None: prefixes in turn, shuffled. Both take the base cell's
-#: data, and so come first.
+#: One factor at a time. in_a_row: requests with no pause between them, in which the work one leaves
+#: behind could end before the next. zipf None: prefixes in turn, shuffled. Both take the base
+#: cell's data, and so come first.
 VARIED: Final[dict[str, tuple[Any, ...]]] = {
     "in_a_row": (8,),
     "zipf": (0.6, 1.2, None),
@@ -32,7 +32,7 @@ VARIED: Final[dict[str, tuple[Any, ...]]] = {
     "agreement": (0.95, 0.6, 0.45, 0.3, 0.1),
 }
 #: Requests measured in the base cell (1,000 and more give a p99) and in the others. In a row: more,
-#: since one that lasts drags those behind it along, and what is chosen hangs on what was seen.
+#: since a slow one delays those after it, and what is chosen depends on what was seen.
 N_BASE: Final = {False: 1000, True: 40}
 N_IN_A_ROW: Final = {False: 200, True: 40}
 N_OTHER: Final = {False: 100, True: 40}
@@ -97,7 +97,7 @@ def _requests(options: Options) -> int | None:
 
 
 def _names(options: Options) -> tuple[str, ...] | None:
-    """The systems asked for, None for all. Raises Unable for one there is not."""
+    """The systems asked for, None for all. Raises Unable for one that does not exist."""
     asked = getattr(options.more, "systems", None)
     if not asked:
         return None
@@ -158,17 +158,17 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 
 
 def _late_share(row: Row) -> float:
-    """Of a system's p50, what its waits went on for beyond what was stated: threads that read hold
-    the interpreter, and no accelerator waits for that."""
+    """The share of a system's p50 by which its waits went beyond what was stated: threads that read
+    hold the interpreter, and no accelerator waits for that."""
     return float((row["emulated_ms"] - row["stated_ms"]) / row["p50_ms"])
 
 
-#: What the gate of the paper's selector falls back in the lookup models at 25 % kept, by model, all
-#: tasks: the least and the most (`accuracy`, *.all.25.paper.fallback_share).
+#: How often the paper's selector falls back at its gate in the lookup models at 25 % kept, over all
+#: tasks: the models with least and most (`accuracy`, *.all.25.paper.fallback_share).
 TRAINED: Final = (0.56, 0.91)
-#: The paper's that store: it is the best of them that Fig 16 is set against.
+#: The paper's baselines that store: Fig 16 compares with the best of them.
 BASELINES: Final = ("as", "as_h2o_lru", "as_h2o_lfu")
-#: figure -> (system, the one it is set against, of what): how many times less the first takes.
+#: figure -> (system, its rival, which time): how many times less the system takes.
 _RATIOS: Final = {
     "p50_vs_as_h2o_lfu": ("impress", "as_h2o_lfu", "p50_ms"),
     "p50_vs_recompute": ("impress", "recompute", "p50_ms"),

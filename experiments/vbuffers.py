@@ -22,10 +22,10 @@ from experiments.vbuffers_memory import N_STEPS, serve
 from impress.engines.virtual import Sizes
 from impress.types import Geometry
 
-#: Of a worker's half: 60 layers, 4 of 8 KV heads of 128, fp16; 200K tokens, 500 requests.
+#: One worker's half of it: 60 layers, 4 of 8 KV heads of 128, fp16; 200K tokens, 500 requests.
 YI_34B: Final = Geometry(60, 28, 4, 128, "float16")
 PAGES: Final = (64 << 10, 256 << 10, 2 << 20)
-#: Tokens there are when decoding begins, by `quick`; figures are of the last.
+#: Tokens in the context when decoding begins, by `quick`; figures are for the last.
 CONTEXTS: Final = {False: (1024, 4096, 8192), True: (512, 4096)}
 ROUNDS: Final = {False: 30, True: 10}
 
@@ -137,7 +137,7 @@ def draw_memory(figure: Any, _said: Figures, rows: list[Row]) -> None:
 
 
 def draw_decode(figure: Any, _said: Figures, rows: list[Row]) -> None:
-    """Steps per second against the tokens there are."""
+    """Steps per second against the tokens in the context."""
     axes = figure.add_subplot()
     decoded = [row for row in rows if row["part"] == "decode" and row["batch"] == 1]
     for name in dict.fromkeys(row["system"] for row in decoded):

@@ -37,8 +37,8 @@ _SIZES: Final = {
 BURST: Final = 8
 _BLOCK_ROWS: Final = 16
 
-#: Seconds of one step, by the clock and of the thread's own work: the second is what a busy machine
-#: leaves as it is.
+#: Seconds of one step: by the clock, and of the thread's own work, which a busy machine leaves
+#: unchanged.
 Step = tuple[float, float]
 
 
@@ -48,7 +48,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
     is_compileable = False
 
     def __init__(self, blocks: list[torch.Tensor], table: torch.Tensor) -> None:
-        """blocks: k, v [n_blocks, 16, n_kv_heads, head_dim]; table [batch, n]: whose they are."""
+        """blocks: k, v [n_blocks, 16, n_kv_heads, head_dim]; table [batch, n]: each sequence's."""
         super().__init__()
         self._blocks, self._table = blocks, table
         self._n = 0
@@ -89,7 +89,7 @@ class Unasked(VirtualBuffers):
     """Without memory ahead of need."""
 
     def ask(self, rental: Rental) -> None:
-        """Nobody is asked."""
+        """Ask for nothing."""
 
 
 def random_model(seed: int) -> Any:

@@ -50,7 +50,7 @@ def hits(folder: Path, n_tokens: int, rounds: int, seed: int) -> list[Row]:
 
 
 def _ask(engine: Any, prompt: torch.Tensor, memory: str) -> tuple[float, float]:
-    """Time to the first token, and what all threads worked for it, in ms."""
+    """Time to the first token, and how long all threads worked for it, in ms."""
     begin_s = time.process_time()
     engine.generate(prompt, max_new_tokens=1, do_sample=False)
     cpu_s = time.process_time() - begin_s

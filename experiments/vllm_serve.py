@@ -2,11 +2,11 @@
 
     .venv-vllm/bin/python -m experiments.vllm_serve      (make test-vllm makes that environment)
 
-Every document is asked about once, which stores it; then all servers are started again, and other
-questions come, one after the other, and again eight at a time: eight documents by turns to each
-server, in an order that is drawn. Before each turn vLLM's own prefix cache is emptied, and a way
-asks about each document once: what is a hit comes from the store (its DRAM tier from the second
-time on). The model is the trained lookup model, so answers can be right.
+Every document is asked about once, which stores it. Then all servers are restarted, and other
+questions come, first one at a time and then eight at a time: eight documents to each server by
+turns, in an order that is drawn. Before each turn vLLM's own prefix cache is emptied, and in it a
+way asks about each document once: hits come from the store (from its DRAM tier from the second time
+on). The model is the trained lookup model, so answers can be right.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPE: Final = "float32"
 CHECKPOINT: Final = "agreeing"
 TASKS: Final = ("rte", "copa")
 CONCURRENCIES: Final = (1, 8)
-#: Documents of a turn: as many as are asked about at once, at most.
+#: Documents of a turn: the most that are asked about at once.
 TURN: Final = max(CONCURRENCIES)
 EXACT: Final = {"name": "exact"}
 KEEP_ALL: Final = {"name": "keep_all"}
@@ -54,7 +54,7 @@ class Answered:
 
 
 class Arm(NamedTuple):
-    """A server, and what its requests ask for; None: what it is set to."""
+    """A server, and the policy its requests ask for; None: the server's own."""
 
     name: str
     server: Any
@@ -106,7 +106,7 @@ def documents(seed: int, n: int) -> list[tuple[Asked, Asked]]:
 
 
 def _measure(model: Path, ways: Sequence[Any], options: Options, n: int) -> list[Row]:
-    """Each way stores; all start again; by turns they are asked."""
+    """Each way stores; all servers restart; then they are asked by turns."""
     from experiments.vllm_serve_server import Server, bench
 
     asked = documents(options.seed, n)
@@ -136,7 +136,7 @@ def _measure(model: Path, ways: Sequence[Any], options: Options, n: int) -> list
 def _by_turns(
     servers: Sequence[Any], asked: Sequence[tuple[Asked, Asked]], concurrency: int, seed: int
 ) -> list[Row]:
-    """A row of each arm. A server's own arms keep their order: the first finds the SSD."""
+    """A row for each arm. A server's own arms keep their order: the first reads from the SSD."""
     from experiments.vllm_serve_server import since
 
     arms = [
@@ -157,14 +157,14 @@ def _by_turns(
     rows = [_row(name, concurrency, asked, answers[name], grown[name]) for name in answers]
     for of in arms:
         leases = of[0].server.settled().get("impress_leases", 0.0)
-        for arm in of:  # the server's, once
+        for arm in of:  # the server's count, once
             row = next(row for row in rows if row["way"] == arm.name)
             row["leases"] = int(leases) if arm is of[0] else 0
     return rows
 
 
 def _warm_up() -> Asked:
-    """A prompt of nobody's: the first request of a process pays for what is made then."""
+    """A prompt that nothing measures: a process's first request pays for what is made then."""
     document = tasks.document("calibration", 0, N_TOKENS)
     (question,) = tasks.questions(document, "rte", 1)
     return Asked([*document.tokens, *question.tokens], question)
@@ -173,7 +173,7 @@ def _warm_up() -> Asked:
 def _ask(
     server: Any, asked: Sequence[Asked], concurrency: int, policy: dict[str, Any] | None = None
 ) -> list[Answered]:
-    """Ask through the OpenAI client, so many at a time."""
+    """Ask through the OpenAI client, `concurrency` at a time."""
     from openai import OpenAI
 
     client = OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
@@ -226,7 +226,7 @@ def _row(
     }
 
 
-#: Of a row, what its table leaves out.
+#: Keys of a row that its table leaves out.
 _UNSHOWN: Final = ("answers", "bench", "p50_ms", "each_ms")
 
 

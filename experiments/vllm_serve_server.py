@@ -32,8 +32,8 @@ _END_S = 60.0
 class Way:
     """How a server serves: nothing under it, or a store and a policy for every request.
 
-    `connector`: another's, as --kv-transfer-config takes it, in the place of ours; in its extra
-    config the folder of its files is called what `folder_key` says.
+    `connector`: another connector in the place of ours, as --kv-transfer-config takes it; its extra
+    config has the folder of its files under `folder_key`.
     """
 
     name: str
@@ -66,7 +66,7 @@ def _free_port() -> int:
 class Server:
     """One server process; leaving the with-block ends it and waits for it.
 
-    `base` is its address; `counts` what its /metrics and the store's own say.
+    `base` is its address; `counts` gives what its /metrics and the store's say.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
-#: `vllm bench serve` where the distribution is not called vllm, which its command line asks for.
+#: `vllm bench serve` where the distribution is not called vllm, which its command line requires.
 _BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser

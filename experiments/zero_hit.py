@@ -1,12 +1,12 @@
-"""What a store costs a prompt that hits nothing, and one that hits a part of itself.
+"""What a store costs a prompt that hits nothing, and one of which a part is hit.
 
 The Transformers engine with a small trained model, beside the same model without a store, a few
 prompts each in turn: nothing hits (storing on and off), and 37 % and 49 % of a prompt's tokens hit,
-as in vLLM V1's table. Where nothing hits, an engine whose policy chooses rows too: it reads nothing
-then, but watches the attention of the prompt's last rows inside the forward, and stores importance
-and probes. Of what comes before the forward, "share" is checks, lookup and choosing a mode, and
-`before_share` all that the store adds to the model's own, where something hits the planning and
-sending of reads, too. Neither holds what is watched or waited for inside the forward; the whole way
+as in vLLM V1's table. Where nothing hits, also an engine whose policy chooses rows: it then reads
+nothing, but watches the attention of the prompt's last rows inside the forward, and stores
+importance and probes. Of the time before the forward, "share" is checks, lookup and choosing a
+mode; `before_share` is all that the store adds to the model's own, on a hit with planning and
+sending of reads. Neither includes what is watched or waited for inside the forward; the whole time
 to the first token (`ttft_ratio`) and the throughput do. All is real.
 """
 
@@ -33,13 +33,13 @@ from impress.policy import Exact, Policy, Quality
 
 CHECKPOINT: Final = "specialised"
 N_TOKENS: Final = 1024
-#: Of a prompt, in whole windows: 6 and 8 of 16 (.375 and .5), the nearest to vLLM's 37 and 49 %.
+#: Tokens hit, in whole windows: 6 and 8 of 16 (.375 and .5), the nearest to vLLM's 37 and 49 %.
 HITS: Final = {0: 0, 37: 6 * 64, 49: 8 * 64}
-#: Of an answer: the engine decodes faster than the model alone, which storing is not to gain from.
+#: Answer tokens. The engine decodes faster than the model alone; storing must not gain from that.
 N_NEW: Final = 1
 #: Prompts in a row, with a store or without.
 BLOCK: Final = 4
-#: What is hit, whether it stores, whose policy it is.
+#: The percentage hit, whether it stores, its policy.
 _CELLS: Final[tuple[tuple[int, bool, Policy], ...]] = (
     (0, True, Exact()), (0, False, Exact()), (37, True, Exact()), (49, True, Exact()),
     (0, True, Quality()),
@@ -65,7 +65,7 @@ def measure(options: Options, hit: int, storing: bool, policy: Policy, n: int) -
     torch.set_num_threads(1)
     where = Path(impress.__file__).parent / "demo" / "lookup" / CHECKPOINT
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
-    mode: Literal["auto", "exact"] = "exact" if hit else "auto"  # else some hits were recomputed
+    mode: Literal["auto", "exact"] = "exact" if hit else "auto"  # else some would be recomputed
     config = impress.Config(
         dram_bytes=64 << 20, segment_bytes=64 << 20, disk_bytes=1 << 30, repack_every_s=0.0,
         mode=mode,
@@ -85,7 +85,7 @@ def measure(options: Options, hit: int, storing: bool, policy: Policy, n: int) -
 
 
 def _check(request: Any, hit_tokens: int) -> None:
-    """Raises Unable where the last request found or stored other than its row would say."""
+    """Raises Unable where the last request found or stored something other than its row says."""
     if request.refused:
         raise Unable(f"not stored: {request.refused}")
     if request.hit_tokens != hit_tokens:
@@ -93,7 +93,7 @@ def _check(request: Any, hit_tokens: int) -> None:
 
 
 def _prompt(shared: list[int], i: int) -> torch.Tensor:
-    """The shared head, and what nobody asked before."""
+    """The shared head, and tokens that nobody asked before."""
     return torch.tensor([[*shared, *document("calibration", i, N_TOKENS).tokens[len(shared) :]]])
 
 
@@ -109,10 +109,10 @@ class Timed(NamedTuple):
 def _compared(engine: hf.Engine, model: Any, prompts: list[torch.Tensor]) -> Row:
     """Blocks of prompts with a store and without, in turn; the first two do not count.
 
-    A block ends when all of it is stored: what goes on behind its requests falls into it, and into
-    none of the others'.
+    A block ends when all of it is stored: work that goes on after its requests falls into its own
+    time, and into no other block's.
     """
-    ours: list[tuple[float, float, float]] = []  # seconds of a block, of it flush; without a store
+    ours: list[tuple[float, float, float]] = []  # seconds: a block; its flush; without a store
     firsts: list[Timed] = []
     plain_firsts: list[Timed] = []
     for turn in range(0, len(prompts), BLOCK):
@@ -131,7 +131,7 @@ def _compared(engine: hf.Engine, model: Any, prompts: list[torch.Tensor]) -> Row
             took[way] = (time.perf_counter() - begin, time.perf_counter() - done)
         ours.append((*took[0], took[1][0]))
     block_s, flush_s, plain_s = np.median(np.array(ours[1:]), axis=0)
-    # A block's first prompt has nothing behind it that is still being stored: it is left out.
+    # During a block's first prompt nothing is still being stored: it is left out.
     told = [at for at in range(BLOCK, len(firsts)) if at % BLOCK]
     mine, plain = np.array(firsts)[told], np.array(plain_firsts)[told]  # of the same prompts
     first, before, to_forward = np.median(mine, axis=0)
@@ -151,7 +151,7 @@ def _compared(engine: hf.Engine, model: Any, prompts: list[torch.Tensor]) -> Row
 
 
 def _median(name: str, values: Sequence[float], in_a_row: int = 1) -> Row:
-    """A median and its interval of 95 %, drawn by so many that are alike."""
+    """A median and its interval of 95 %, drawn in rows of values that are alike."""
     low, high = interval(values, 50, in_a_row=in_a_row)
     return {name: float(np.median(values)), f"{name}_low": low, f"{name}_high": high}
 
@@ -188,8 +188,8 @@ def _plain(model: Any, prompt: torch.Tensor) -> Timed:
 
 @contextmanager
 def _forwards() -> Iterator[list[float]]:
-    """When forwards began, by their first module. Of the class: an engine refuses a module with a
-    hook."""
+    """When forwards began, by their first module. The class is patched: an engine refuses a module
+    with a hook."""
     begun: list[float] = []
     real = torch.nn.Embedding.forward
 
@@ -250,7 +250,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
         label += "" if _policy(row) == "exact" else f"_{_policy(row)}"
         for name in ("throughput_share", "ttft_ratio", "before_share"):
             for end in ("", "_low", "_high"):
-                if name + end in row:  # reports of before there was one lack it
+                if name + end in row:  # older reports lack it
                     said[f"{name}{end}.{label}"] = row[name + end]
     for policy, name in (("exact", "zero_hit"), ("quality", "zero_hit_quality")):
         nothing = [row for row in rows if row["hit"] == 0 and _policy(row) == policy]
@@ -263,14 +263,14 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 
 
 def _policy(row: Row) -> str:
-    """Reports of before there was another say none."""
+    """Reports from before there was another policy name none."""
     policy: str = row.get("policy", "exact")
     return policy
 
 
 EXPERIMENT: Final = Experiment(
     "zero_hit", "What a store costs where nothing, or a part, hits.", cells, figures,
-    uses_disk=True,  # until all is stored is in the throughput's time
+    uses_disk=True,  # the throughput's time ends when all is stored
     meta=lambda _options: {
         "policy": "the engine's; one that chooses rows watches attention inside the forward, and "
         "stores importance and probes",

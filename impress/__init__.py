@@ -52,7 +52,7 @@ __all__ = [
     "namespace_of",
 ]
 
-#: Where what is not an error stands.
+#: The module of each public name that is not an error.
 _HOME: Final = {
     "Config": "config", "Contiguous": "policy", "Exact": "policy", "Geometry": "types",
     "Pages": "policy", "Paper": "policy", "PrefixStore": "store", "Quality": "policy",
@@ -61,8 +61,8 @@ _HOME: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: the store takes a third of a second, the namespace needs a model's files, and
-    # whoever imports a part of the package (a command, vLLM's plug-ins) may want neither.
+    # On first use: importing the store takes a third of a second, the namespace needs a model's
+    # files, and importers of a part of the package (a command, vLLM's plug-ins) may want neither.
     if name not in __all__:
         raise AttributeError(f"module 'impress' has no attribute {name!r}")
     found = getattr(import_module(f"impress.{_HOME.get(name, 'errors')}"), name)

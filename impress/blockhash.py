@@ -24,13 +24,13 @@ KEY_BYTES: Final = 32
 
 
 def as_tokens(token_ids: Sequence[int] | npt.NDArray[np.integer] | object) -> Tokens:
-    """A one-dimensional int32 array of ids in 0..2^31-1; no copy of one that is.
+    """A one-dimensional int32 array of ids in 0..2^31-1; not copied where it already is one.
 
     Raises BadInput on an empty prompt, another shape, or an id out of range.
     """
     try:
         array = np.asarray(token_ids)
-    except (ValueError, TypeError, RuntimeError) as err:  # of a tensor with a gradient: the last
+    except (ValueError, TypeError, RuntimeError) as err:  # RuntimeError: a tensor with a gradient
         raise BadInput(f"token_ids: {err}") from None
     if array.ndim != 1 or array.size == 0:
         raise BadInput(f"token_ids: want a non-empty list or 1-d array, got shape {array.shape}")
@@ -57,8 +57,8 @@ def root_key(
 ) -> bytes:
     """The key before the first window: everything that must agree before any token does.
 
-    `secret`: 16 to 64 bytes of the server's own, mixed in as a MAC key: without it nobody can tell
-    from a key whose it is, or make another tenant's.
+    `secret`: the server's own 16 to 64 bytes, mixed in as a MAC key: without them nobody can tell
+    whose a key is, or make another tenant's.
     """
     if not isinstance(tenant, str):
         raise BadInput("tenant: want a str")
@@ -71,7 +71,7 @@ def root_key(
 def _utf8(text: str, what: str) -> bytes:
     try:
         return text.encode()
-    except UnicodeEncodeError:  # half of a character: what is no text came in as one
+    except UnicodeEncodeError:  # half of a character: a str that is not text
         raise BadInput(f"{what}: {text!r} is not text, it has no UTF-8") from None
 
 

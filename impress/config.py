@@ -1,7 +1,7 @@
 """The one configuration of a store: a frozen tree, from keywords or a TOML file.
 
-An unknown key is refused with the nearest known one named. What a store goes by of the environment
-is read here.
+An unknown key is refused, naming the nearest known one. The environment variables that a store uses
+are read here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from impress.errors import BadInput, ConfigError, ImpressError
 from impress.types import LONGEST_S, WINDOWS
 
 MIB = 1 << 20
-#: What a process has addresses for at most (x86-64, five levels of page tables), and no disk holds.
+#: The most a process can address (x86-64, five levels of page tables); no disk holds as much.
 MOST_BYTES = 1 << 56
 
 
@@ -28,36 +28,36 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     window: int = 64
-    """Tokens of a window, a power of two in 16..256; fixed when a directory is first written."""
+    """Tokens in a window: a power of two in 16..256; fixed when a directory is first written."""
     dram_bytes: int = Field(default=1024 * MIB, ge=0, le=MOST_BYTES)
     """Budget of the DRAM tier: cached chunks, probe records, tables and history. 0: no copies."""
     hbm_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Budget of the HBM tier, above DRAM. 0: none."""
     hbm_device: Literal["cuda", "cpu"] = "cuda"
-    """Where it is: on the current CUDA device, or "cpu", which emulates it in host memory,
-    and every report says so."""
+    """Where the HBM tier is: on the current CUDA device, or "cpu", which emulates it in host
+    memory; every report says so."""
     eviction: Literal["importance", "lru", "lfu", "prefix-lru"] = "importance"
-    """What goes first when a tier is full. importance: what has the least uses × share of rows
-    that requests needed. lru: what was used longest ago. lfu: what has the fewest uses. prefix-lru:
-    what was used longest ago, and of one request's the longest prefix (vLLM's order). Of copies in
-    HBM and DRAM none goes for a newcomer that is worth less, except under lru."""
+    """Which entry goes first when a tier is full. importance: the one with the least uses × share
+    of rows that requests needed. lru: the least recently used. lfu: the least used. prefix-lru: the
+    least recently used and, among those of one request, the longest prefix (vLLM's order). In HBM
+    and DRAM no copy makes way for a newcomer that is worth less, except under lru."""
     disk_bytes: int | None = Field(default=None, gt=0, le=MOST_BYTES)
-    """Most bytes of segments on disk, of this process's shard, at least `segment_bytes`; None: as
+    """Most bytes of segments on disk in this process's shard, at least `segment_bytes`. None: as
     much as the file system gives."""
     disk_high: float = Field(default=0.95, gt=0, le=1)
     """Share of disk_bytes above which spans are evicted in the background."""
     disk_low: float = Field(default=0.90, gt=0, le=1)
-    """Share of disk_bytes they are evicted down to, so that a store seldom has to wait for room."""
+    """Share of disk_bytes they are evicted down to, so that storing seldom has to wait for room."""
     segment_bytes: int = Field(default=256 * MIB, ge=MIB, le=MOST_BYTES)
     """Size of one segment file, allocated whole. A multiple of 1 MiB."""
     write_buffer_bytes: int = Field(default=64 * MIB, ge=MIB, le=MOST_BYTES)
-    """Pooled slots that hold packed rows on their way to the disk."""
+    """Bytes of pooled slots that hold packed rows on their way to the disk."""
     probes: tuple[str, ...] = Field(default=(), strict=False)  # TOML has lists
-    """Probe codecs whose records go with every span stored, for policies that choose rows."""
+    """Probe codecs whose records are stored with every span, for policies that choose rows."""
     read_timeout_s: float = Field(default=10.0, gt=0, le=LONGEST_S)
     """A layer's read that takes longer is late: PrefixLost."""
     read_gap_bytes: int = Field(default=16 << 10, ge=0, le=MOST_BYTES)
-    """Chosen rows closer than this are read through: a request costs as much as these bytes."""
+    """Smaller gaps between chosen rows are read too: one request costs as much as these bytes."""
     prefetch_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Most bytes of the next layer's rows read ahead, on a guess, while a layer that chose its rows
     is computed. 0: none."""
@@ -67,44 +67,45 @@ class Config(BaseModel):
     """Threads that read and write the SSD."""
     tenant_secret_file: str | None = None
     """A file of 16 to 64 secret bytes, readable by its owner alone, mixed into every key as a MAC
-    key. Set by whoever serves, never by a tenant; another secret finds nothing of what is there."""
+    key. Set by the operator, never by a tenant; with another secret nothing stored is found."""
     io_engine: Literal["auto", "aio", "io_uring", "preadv", "kvikio", "aiofiles"] = "auto"
-    """How segments are read; `impress doctor` says which work here and measures each."""
+    """How segments are read; `impress doctor` says which engines work here and measures each."""
     shard: int | None = Field(default=None, ge=0, lt=4096)
-    """The part of the directory this process writes: it has one writer, and every process reads all
-    (docs/FORMAT.md). 0 is called main. None: the first that nobody writes to."""
+    """The shard of the directory that this process writes. A shard has one writer; every process
+    reads all shards (docs/FORMAT.md). 0 is called main. None: the first that nobody writes to."""
     follow_every_s: float = Field(default=0.05, ge=0, le=LONGEST_S)
-    """How often the other shards are looked at for what their writers stored or took out. 0: only
+    """How often this process looks for what the writers of other shards stored or removed. 0: only
     when `PrefixStore.follow` is called."""
     durable: bool = True
-    """False skips fdatasync: for measurements only, a power cut may lose what was flushed."""
+    """False skips fdatasync. For measurements only: a power cut may lose what was flushed."""
     repack_every_s: float = Field(default=600.0, ge=0, le=LONGEST_S)
     """How often often-chosen rows are packed side by side, in the background. 0: never."""
     repack_bytes_per_s: int = Field(default=64 * MIB, ge=MIB, le=MOST_BYTES)
     """Most bytes a second that repacking reads and writes."""
     repack_space_bytes: int = Field(default=4096 * MIB, ge=0, le=MOST_BYTES)
-    """Most space on disk that a copy may take while its span is repacked (one is, at a time), with
-    spans that moved and are still being read, and copies whose commit is late."""
+    """Most disk space for repacking: the copy of the span being repacked (one at a time), spans
+    that moved and are still being read, and copies whose commit is late."""
     daily_write_bytes: int | None = Field(default=None, gt=0, le=MOST_BYTES)
-    """Bytes stores and repacking may write in a day, restarts included; a store beyond it is
-    refused. What was left over counts for the next day, so up to twice as many in one after a rest.
-    None: no limit."""
+    """Bytes that storing and repacking may write in a day, across restarts; a store beyond that is
+    refused. What is left over counts for the next day, so a day after a rest may write up to twice
+    as many. None: no limit."""
     admit: Literal["first", "second"] = "first"
-    """When an engine stores a window: at its first use, or only once it was used before (for
-    servers: most prompts never return). What `store` and `writer` are given is always admitted."""
+    """When an engine stores a window: at its first use, or only if it was used before (for servers:
+    most prompts never return). Anything given to `store` or `writer` is always admitted."""
     mode: Literal["auto", "sparse", "exact", "recompute"] = "auto"
-    """What an engine does on a hit. auto: the cheapest its policy allows, by the rates measured so
-    far. The others force one; "sparse" is exact under a policy that does not choose rows."""
+    """What an engine does on a hit. auto: the cheapest mode its policy allows, by the rates
+    measured so far. The others force one; "sparse" is exact under a policy that does not choose
+    rows."""
     guard: Literal["auto", "off"] = "auto"
-    """auto: where an engine chooses the mode, its policy chooses rows only once it has earned it,
-    and is watched from then on (docs/SELECTION.md, "The guard"). A call that names its policy, or a
-    forced `mode`, is not guarded."""
+    """auto: where an engine chooses the mode, its policy may choose rows only once it has earned
+    trust, and is watched from then on (docs/SELECTION.md, "The guard"). A call that names its
+    policy, or a forced `mode`, is not guarded."""
     guard_shadows: int = Field(default=300, ge=1, le=1_000_000)
     """Requests in a row, answered exactly, whose selection must have missed little enough."""
     guard_share: float = Field(default=0.01, ge=0, le=1)
-    """Of the sparse requests after that, the share that is weighed again after the answer."""
+    """Share of the sparse requests after that which are weighed again after their answer."""
     guard_missing_mass: float = Field(default=0.1, ge=0, le=1)
-    """What a policy that has no bound of its own may miss of a request's attention."""
+    """Share of a request's attention that a policy without a bound of its own may miss."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Serve Prometheus metrics on 127.0.0.1 at this port; 0 picks a free one."""
 
@@ -145,7 +146,7 @@ class Config(BaseModel):
             raise ConfigError(f"config: cannot read {path}: {err.strerror}") from None
         except RecursionError:
             raise ConfigError(f"config: {path} is not TOML: nested too deep") from None
-        except ValueError as err:  # of the syntax, of the bytes, of a number of 5,000 digits
+        except ValueError as err:  # bad syntax, bad bytes, a number of 5,000 digits
             raise ConfigError(f"config: {path} is not TOML: {err}") from None
         try:
             return cls(**values)
@@ -154,7 +155,7 @@ class Config(BaseModel):
 
 
 def _shown(value: object) -> str:
-    """A value that was refused. Python prints no number of 5,000 digits. Pure."""
+    """A refused value as text. Python does not print a number of 5,000 digits. Pure."""
     try:
         return repr(value)
     except ValueError:
@@ -187,9 +188,9 @@ def tenant_secret(config: Config) -> bytes:
 
 
 def expanded(path: str | os.PathLike[str], what: str, error: type[ImpressError] = BadInput) -> Path:
-    """As a shell does it with ~, which stays as it is in --store=~/x, an environment file, a string
-    of Python's: a folder of that name would be another than the one meant. Raises `error` where no
-    such home is known."""
+    """The path with ~ expanded as by a shell, which leaves it alone in --store=~/x, an environment
+    file or a Python string: a folder named "~" is not the one meant. Raises `error` where no such
+    home is known."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -205,10 +206,10 @@ def default_store_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Where things that can be made again are kept for this user. Raises ConfigError: nowhere."""
+    """This user's place for things that can be made again. Raises ConfigError if there is none."""
     try:
         named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        # A relative one is ignored, as its specification has it.
+        # A relative path is ignored, as the XDG specification says.
         return (named if named.is_absolute() else Path.home() / ".cache") / "impress"
     except RuntimeError:  # a container's user, say, without HOME and unknown to the system
         raise ConfigError(

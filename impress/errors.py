@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Of a store in a fork's child: its threads and locks did not come along, and its index may not be
+#: For a store in a forked child: its threads and locks did not come along, and its index may not be
 #: opened there again.
 FORKED: Final = "opened before a fork: close it before forking, or start this process by spawn"
 
@@ -13,7 +13,7 @@ class ImpressError(Exception):
     """Base of every error raised on purpose. The text is one line that says what to do."""
 
     def __str__(self) -> str:
-        """One line, whatever a path or a stranger's file has in it."""
+        """One line, whatever a path or someone else's file contains."""
         return " ".join(super().__str__().splitlines())
 
 
@@ -26,7 +26,7 @@ class BadInput(ImpressError, ValueError):
 
 
 class StoreMismatch(ImpressError):
-    """A directory holds another geometry, dtype, window size or namespace than the caller's."""
+    """A directory's geometry, dtype, window size or namespace differs from the caller's."""
 
 
 class FormatError(ImpressError):

@@ -1,9 +1,9 @@
 """The digest of everything that makes two keys or values compatible.
 
 A namespace covers the model's config, its revision where known, a digest of the weights, the dtype
-the model computes in, the position scheme and the engine family. Equal namespaces on any machine
-mean that KV of one may be read by the other; the geometry, the window and the tenant are mixed into
-the root keys by the store. Importing this module imports neither torch nor transformers.
+the model computes in, the position scheme and the engine family. Models with equal namespaces, on
+any machine, may read each other's KV; the store mixes the geometry, the window and the tenant into
+the root keys. Importing this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 _ENGINE = "transformers"
 _POSITIONS = "after-position absolute"
-_PASSED_BY = "rotary_emb.inv_freq"  # by Transformers, of old checkpoints: it has its own
+_PASSED_BY = "rotary_emb.inv_freq"  # Transformers ignores it in old checkpoints: it has its own
 #: Packages whose classes compute what tensors and settings say.
 _KNOWN = {"torch", "transformers", "peft"}
-#: Whose modules stand in a quantized model for the layers that its settings tell of.
+#: Packages whose modules, in a quantized model, replace the layers that its settings tell of.
 _QUANTIZERS = {
     "aqlm", "auto_gptq", "auto_round", "auto_round_extension", "auto_round_kernel", "awq",
     "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "flute", "fp_quant", "gptqmodel",
@@ -46,7 +46,7 @@ _QUANTIZERS = {
 }  # fmt: skip
 
 # Config keys that change without changing one bit of the keys and values (dtype counts by itself),
-# but for the attention kernel: eager and sdpa round differently, and rows of one serve the other.
+# except the attention kernel: eager and sdpa round differently, and rows of one serve the other.
 _VOLATILE = frozenset(
     (
         *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures"),
@@ -58,7 +58,7 @@ _VOLATILE = frozenset(
 )
 # Attributes of a PEFT layer.
 _ADAPTER_SETTINGS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-# What the config of a PEFT adapter says beside how it computes.
+# Keys of a PEFT adapter's config that do not say how it computes.
 _ADAPTER_VOLATILE = frozenset(
     (
         *("base_model_name_or_path", "revision", "peft_version", "auto_mapping", "task_type"),
@@ -89,15 +89,15 @@ def namespace_of(
     is the config's, float32 where that names none. A model whose tensors, buffers and config still
     match the directory it was loaded from gets the directory's namespace in the model's own dtype;
     any other (random weights, a fine-tune, an adapter in memory, RoPE's angles rounded by
-    `.to(dtype)`) gets a digest of its state_dict and of the buffers that its config would make
-    otherwise. Every byte is looked at: some seconds, of a large model. `cross_engine` leaves the
-    engine family out, for engines whose KV is close but not equal bit by bit. `engine` names a
-    family other than Transformers, `dtype` what it computes a directory's model in where that is
-    not what its config says.
+    `.to(dtype)`) gets a digest of its state_dict and of the buffers that differ from what its
+    config would make. Every byte is read, which takes some seconds for a large model.
+    `cross_engine` leaves the engine family out, for engines whose KV is close but not equal bit by
+    bit. `engine` names a family other than Transformers; `dtype` is what that engine computes a
+    directory's model in, where the config says otherwise.
 
     Effects: the weights digest of a directory is kept in the user's cache directory; a failure
-    there is harmless. Raises BadInput for what is no readable model directory and Unsupported for
-    a model whose weights are not in memory.
+    there is harmless. Raises BadInput for anything that is not a readable model directory and
+    Unsupported for a model whose weights are not in memory.
     """
     family = "any" if cross_engine else engine
     for name, text in (("engine", engine), ("dtype", dtype)):
@@ -106,7 +106,7 @@ def namespace_of(
     if isinstance(model_or_dir, (str, os.PathLike)):
         try:
             directory = Path(model_or_dir).resolve()
-        except (TypeError, ValueError) as err:  # one of bytes, a null byte, half of a character
+        except (TypeError, ValueError) as err:  # a path of bytes, a null byte, half of a character
             raise BadInput(f"namespace: {model_or_dir!r} is no path: {err}") from None
         config = _read_config(directory)
         return _of_directory(directory, config, dtype or _config_dtype(config), family)
@@ -140,7 +140,7 @@ def _of_model(model: Any, family: str) -> bytes:
 
 
 def _of_its_files(model: Any, directory: Path, dtype: str, family: str) -> bytes | None:
-    """The name of a model's directory; None where that holds another, be it only by the end."""
+    """The namespace of a model's directory; None where that holds another, if only by the end."""
     try:
         before = stamp_of(directory)
         if not _is_of(model, directory):
@@ -191,8 +191,8 @@ def _config_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _normalised(config: Mapping[str, Any], volatile: frozenset[str] = _VOLATILE) -> dict[str, Any]:
-    """Without volatile keys, at every depth; but a quantization's `dtype` is another. With nulls:
-    what is absent is a default, which may be another."""
+    """The config without volatile keys, at every depth; a quantization keeps them, as its `dtype`
+    is another. Nulls are kept: an absent key means a default, which may be another."""
     kept = {}
     for key, value in config.items():
         if key in volatile:
@@ -222,8 +222,8 @@ def _weights_of_state(model: Any, odd: Mapping[str, torch.Tensor]) -> bytes:
 
 def _other_classes(model: Any) -> list[list[str]]:
     """Modules of classes that are neither torch's nor Transformers' nor PEFT's, by name: over the
-    same tensors they may compute something else. Of a quantizer's, which have tensors of their own,
-    a quantized model's settings tell."""
+    same tensors they may compute something else. Those of a quantizer that have tensors of their
+    own are left out: a quantized model's settings tell of them."""
     is_quantized = getattr(model.config, "quantization_config", None) is not None
     found = []
     for name, module in model.named_modules():
@@ -235,7 +235,7 @@ def _other_classes(model: Any) -> list[list[str]]:
 
 
 def _state(model: Any) -> dict[str, torch.Tensor]:
-    """The state_dict. Raises Unsupported where what a module computes by is not in tensors."""
+    """The state_dict. Raises Unsupported where a module computes with more than plain tensors."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -252,14 +252,14 @@ def _state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _uncompiled(name: str) -> str:
-    """A module's or tensor's name without torch.compile's wrappers: they compute the same."""
+    """A module's or tensor's name without torch.compile's wrappers, which compute the same."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _odd_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Buffers that no file holds, by name, where they are not what the model's config makes them.
+    """Buffers that no file holds, by name, where the model's config would make others.
 
-    RoPE's frequencies are such: from_pretrained(…, dtype) keeps them float32, `.to(dtype)` after it
+    RoPE's frequencies are such: from_pretrained(…, dtype) keeps them float32, a later `.to(dtype)`
     rounds them, and the same weights then rotate keys by other angles.
     """
     odd = {}
@@ -274,7 +274,7 @@ def _odd_buffers(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _made_anew(module: Any, config: Any) -> dict[str, torch.Tensor]:
-    """The buffers of a module that takes nothing but a config, as RoPE's; else none."""
+    """Fresh buffers of a module whose class takes only a config, as RoPE's does; else none."""
     import torch
 
     if next(module.parameters(), None) is not None:  # they would be drawn at random
@@ -287,8 +287,8 @@ def _made_anew(module: Any, config: Any) -> dict[str, torch.Tensor]:
 
 
 def adapter_settings(model: Any) -> list[list[str]]:
-    """What decides the outcome of PEFT layers beside their tensors: which are active, how scaled,
-    and what their adapters' configs say: some of it, a seed for one, stands nowhere else.
+    """What decides the outcome of PEFT layers besides their tensors: which are active, how scaled,
+    and what their adapters' configs say, some of which (a seed, for one) is nowhere else.
 
     Pure. Empty for a model without such layers.
     """
@@ -312,7 +312,7 @@ def _said(config: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, and the same whether it was loaded or made: a set has no order."""
+    """The value as JSON has it, the same whether it was loaded or made: a set has no order."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, set | frozenset):
@@ -334,7 +334,7 @@ def _is_of(model: Any, directory: Path) -> bool:
         if not all(path.suffix == ".safetensors" for path in files):
             return False
         loaded = type(model.config).from_pretrained(directory, local_files_only=True)
-    except Exception:  # what Transformers finds wrong with a config has classes of its own
+    except Exception:  # Transformers has its own error classes for a bad config
         return False
     if _normalised(loaded.to_dict()) != _normalised(model.config.to_dict()):
         return False

@@ -1,4 +1,4 @@
-"""Policies: what a session loads of a prefix. Data only; impress.selection has what they mean."""
+"""Policies: what a session loads of a prefix. Data only; impress.selection says what they mean."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Policy(Protocol):
 
 
 def _fixed(value: Any) -> Any:
-    """A field of the class, not of the caller."""
+    """A field that the class sets, not the caller."""
     return field(default=value, init=False, repr=False)
 
 
@@ -43,10 +43,10 @@ class Exact:
 class Paper:
     """IMPRESS, section 4.3: three heads vote for `keep` of the tokens when they agree.
 
-    They agree when the mean Jaccard index of their top tokens is at least j^alpha, j that of
-    random sets; alpha 0 never agrees. `gate` False votes whatever they agree on. Where they do not
-    agree: fallback "layer" loads the layer whole, "heads" reads all its keys and takes the union of
-    every KV head's own top tokens. Raises BadInput.
+    They agree when the mean Jaccard index of their top tokens is at least j^alpha, where j is that
+    of random sets; with alpha 0 they never agree. With `gate` False they vote in any case. Where
+    they do not agree: fallback "layer" loads the layer whole, "heads" reads all its keys and takes
+    the union of every KV head's own top tokens. Raises BadInput.
     """
 
     keep: float = 0.25
@@ -72,11 +72,12 @@ class Quality:
     """The smallest set of rows that misses at most `max_missing_mass`, by a sketch of all keys.
 
     The missing mass of a layer is the softmax weight (over prefix and new tokens) on prefix rows
-    not loaded, mean over query rows and over heads (`per` "mean") or of the worst head ("head").
-    `max_bytes` caps a layer's chosen rows and the sketch read to choose them (or the keys that one
-    is made from); where it prevents the bound, the estimate in the answer says so. Where it has no
-    room for a window of rows beside the sketch, nothing is chosen: the layer is loaded whole, over
-    the cap. `probe`: a codec of every token of every KV head (int or pca). Raises BadInput.
+    not loaded: its mean over query rows, and over heads (`per` "mean") or of the worst head
+    ("head"). `max_bytes` caps a layer's chosen rows plus the sketch read to choose them (or the
+    keys it is made from); where the cap prevents the bound, the estimate in the answer says so. If
+    it leaves no room for a window of rows beside the sketch, nothing is chosen: the layer is loaded
+    whole, over the cap. `probe`: a codec of every token of every KV head (int or pca). Raises
+    BadInput.
     """
 
     max_missing_mass: float = 0.05
@@ -153,8 +154,8 @@ class Recency:
 class StaticH2O:
     """The top `keep` by the importance given when the prefix was stored, whatever the query.
 
-    What the Transformers engine gives is the attention of the prompt's last 16 rows (hf_observed),
-    where H2O takes that of all rows. The same as SnapWindow(pool=1).
+    The Transformers engine gives the attention of the prompt's last 16 rows (hf_observed), where
+    H2O takes that of all rows. The same as SnapWindow(pool=1).
     """
 
     keep: float = 0.25
@@ -170,11 +171,11 @@ class StaticH2O:
 class SnapWindow:
     """SnapKV (arXiv 2404.14469): the top `keep` by what the prompt's last rows attended to.
 
-    That attention is the importance given at storing; each token takes the largest of its `pool`
-    neighbours (an odd number, itself in the middle), so that a few words are kept, not one. Chosen
-    once for a prefix, whatever the query. Simplified: one set for all heads, where SnapKV has one
-    for each; the window of those last rows is not kept for sure, where SnapKV always keeps it; and
-    a prefix stored in parts pools within its whole length. Raises BadInput.
+    That attention is the importance given when the prefix was stored; each token takes the largest
+    value of its `pool` neighbours (an odd number, itself in the middle), so that a few words are
+    kept, not one. Rows are chosen once for a prefix, whatever the query. Simplified: one set for
+    all heads, where SnapKV has one for each; the window of those last rows may be dropped, where
+    SnapKV always keeps it; a prefix stored in parts pools within its whole length. Raises BadInput.
     """
 
     keep: float = 0.25
@@ -193,10 +194,10 @@ class SnapWindow:
 class Pages:
     """Quest (arXiv 2406.10774): the top `keep` of the pages of 16 tokens, by an upper bound.
 
-    The probe holds the least and the most of each page's keys by channel; their product with the
-    query bounds the score of any key in it. Simplified: one set of pages for all heads and all new
-    tokens, by the softmax of those bounds, where Quest chooses per head at each decoded token; no
-    layer is exempt. Raises BadInput.
+    The probe holds the minimum and maximum of each page's keys by channel; their product with the
+    query bounds the score of any key in the page. Simplified: one set of pages for all heads and
+    all new tokens, by the softmax of those bounds, where Quest chooses per head at each decoded
+    token; no layer is exempt. Raises BadInput.
     """
 
     keep: float = 0.25
@@ -212,10 +213,10 @@ class Pages:
 class Contiguous:
     """ContiguousKV-like (arXiv 2601.13631): the top `keep` of units of `unit` tokens in a row.
 
-    `period` layers in a row share what the first of them chose, which reads all its keys: units go
-    by their column sums, mean over heads. Simplified, from its abstract and from notes: rows
-    are read ahead only under `Config.prefetch_bytes` (0 by default), and I/O and caching go by this
-    store's pieces and chunks. Layers must be retrieved in order. Raises BadInput.
+    `period` layers in a row share the choice of the first, which reads all its keys and ranks units
+    by their column sums, mean over heads. Simplified, from the paper's abstract and from notes:
+    rows are read ahead only under `Config.prefetch_bytes` (0 by default), and I/O and caching use
+    this store's pieces and chunks. Layers must be retrieved in order. Raises BadInput.
     """
 
     keep: float = 0.25
@@ -238,7 +239,7 @@ def _check_keep(policy: str, keep: Any) -> None:
 
 
 def _bad(said: str, value: Any) -> BadInput:
-    """Of a value that is not what was said."""
+    """The error for a value that is not what was said."""
     try:
         return BadInput(f"{said}, got {value!r}")
     except ValueError:  # Python writes no int of thousands of digits
@@ -246,7 +247,7 @@ def _bad(said: str, value: Any) -> BadInput:
 
 
 def _is_number(value: Any) -> bool:
-    """Maybe NaN, which is in no range. Pure."""
+    """True even for NaN, which is in no range. Pure."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -26,9 +26,9 @@ def write_report(
     rows: Sequence[Mapping[str, Any]],
     **meta: Any,
 ) -> None:
-    """Write {"figures", "rows", "meta"} as JSON; `meta` goes before what `conditions` knows.
+    """Write {"figures", "rows", "meta"} as JSON; `meta` overrides what `conditions` knows.
 
-    - is stdout. Raises OSError, and leaves no half a file.
+    Path "-" is stdout. Raises OSError, and leaves no partial file.
     """
     report = {"figures": dict(figures), "rows": list(rows), "meta": {**conditions(), **meta}}
     target = Path(path)
@@ -40,7 +40,7 @@ def write_report(
 
 
 def plain(value: Any) -> Any:
-    """For JSON, which knows no nan: None stands for it. Pure."""
+    """The value for JSON, which has no nan: None stands for it. Pure."""
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -49,8 +49,8 @@ def plain(value: Any) -> Any:
 
 
 def write_text(target: Path, text: str) -> None:
-    """A file that is whole, or as it was; through a link it is written into. Raises OSError."""
-    # A pipe or a device cannot be replaced, and a link (/dev/stdout) is not what is meant.
+    """Write a file whole, or leave it as it was; a link is written through. Raises OSError."""
+    # A pipe or a device cannot be replaced, and a link (/dev/stdout) should not be.
     if target.is_symlink() or (target.exists() and not target.is_file()):
         target.write_text(text)
         return

@@ -1,4 +1,4 @@
-"""Which arguments and settings go here, with these rows: asked before an open touches anything."""
+"""Which arguments and settings work here, for these rows; checked before open touches anything."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tiers.engines import engine_named
 
 
 def check_types(path: Any, geometry: Any, namespace: Any, config: Any) -> None:
-    """Raises BadInput where `PrefixStore.open` was given something else than it takes."""
+    """Raises BadInput where `PrefixStore.open` was given something other than it takes."""
     if not isinstance(path, str | os.PathLike):
         raise BadInput(f"path: want a directory, str or os.PathLike, got {type(path).__name__}")
-    if not str(path):  # not where one happens to be
+    if not str(path):  # it would mean the current directory
         raise BadInput("path: it is empty: name a directory")
     if "\0" in str(path):
         raise BadInput(f"path: no directory has a NUL in its name, got {path!r}")
@@ -39,8 +39,8 @@ def check_config(config: Any) -> None:
 
 
 def digests_in(namespaces: Any) -> set[bytes]:
-    """What `purge` was given. Raises BadInput on what is no list of digests: a str is one of its
-    characters."""
+    """The digests that `purge` was given. Raises BadInput on anything else: a str would be a list
+    of its characters."""
     if isinstance(namespaces, Iterable) and not isinstance(namespaces, str | bytes):
         digests = list(namespaces)
         if all(isinstance(digest, bytes) for digest in digests):

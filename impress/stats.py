@@ -17,7 +17,7 @@ BUCKETS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 1000
 class Spent:
     """Milliseconds of one thread within `with` blocks, added up.
 
-    `ms` of the clock, `cpu_ms` of the processor: the rest it waited, mostly for the interpreter.
+    `ms` by the clock, `cpu_ms` on the processor: the rest was waiting, mostly for the interpreter.
     """
 
     __slots__ = ("_since", "cpu_ms", "ms")
@@ -27,7 +27,7 @@ class Spent:
         self._since = (0.0, 0.0)
 
     def __enter__(self) -> None:
-        cpu_s = thread_time()  # the one that takes time, and so outside the other
+        cpu_s = thread_time()  # this call takes time, so it stays outside the other span
         self._since = monotonic(), cpu_s
 
     def __exit__(self, *_error: object) -> None:
@@ -46,7 +46,7 @@ _GROUPED = (
     "promotion_read_bytes", "rows_from", "chunks_from", "repacks",
 )  # fmt: skip
 
-#: Labels that are there before anything is counted: what begins at 1 has not grown, to Prometheus.
+#: Labels shown before anything is counted: to Prometheus, a count that begins at 1 has not grown.
 REASONS: Final = {
     "misses": ("not_stored", "too_short", "lost", "tier_off"),
     "lost": ("checksum", "short", "io", "late", "expired", "shortage", "permission"),
@@ -107,9 +107,9 @@ class Counters:
 def serve_metrics(
     stats: Callable[[], dict[str, Any]], uuid: bytes, port: int | None
 ) -> tuple[Any, int | None]:
-    """Serve Prometheus text on 127.0.0.1; (something with .shutdown(), the port bound).
+    """Serve Prometheus text on 127.0.0.1; returns (something with .shutdown(), the port bound).
 
-    None: no port, no server. Raises StoreFailed where the port, or a thread, is not to be had.
+    `port` None: no server, (None, None). Raises StoreFailed where port or thread cannot be had.
     """
     if port is None:
         return None, None
@@ -143,7 +143,7 @@ class _Collector:
         return []
 
     def identity(self) -> Iterator[Any]:
-        """Which store this is: two servers of a machine differ by no more than their port."""
+        """Which store this is: two servers on a machine differ only in their port."""
         from prometheus_client.core import GaugeMetricFamily
 
         made = GaugeMetricFamily("impress_store_info", "the store's identity", labels=["uuid"])
@@ -223,7 +223,7 @@ def _by_tier(stats: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]
 
 
 def _guards(ledgers: list[dict[str, Any]]) -> Iterator[Any]:
-    """Of each ledger of the guard: its counts, and whether its policy is trusted."""
+    """For each ledger of the guard: its counts, and whether its policy is trusted."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     labels = ["namespace", "policy"]

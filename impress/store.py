@@ -52,9 +52,9 @@ from tiers.slots import BufferPool
 class PrefixStore:
     """Open with `PrefixStore.open`. Thread-safe, except that a Session serves one thread.
 
-    What names a prompt: `token_ids`, a list or 1-d array of ids in 0..2^31-1; `extra`, by position
-    a digest of whatever else its KV there depends on (an image, an adapter); `tenant`, who alone
-    finds it again. Methods that take these raise BadInput where they are something else, and
+    A prompt is named by `token_ids`, a list or 1-d array of ids in 0..2^31-1; by `extra`, which
+    maps a position to a digest of all else its KV there depends on (an image, an adapter); and by
+    `tenant`, who alone finds it again. Methods that take these raise BadInput on anything else, and
     ImpressError in a child of the process that opened the store.
     """
 
@@ -85,20 +85,20 @@ class PrefixStore:
         cls, path: str | os.PathLike[str], geometry: Geometry, namespace: str | bytes,
         config: Config | None = None, mode: str = "rw",
     ) -> PrefixStore:  # fmt: skip
-        """Open a directory, made a store if it is empty. mode "r": stores nothing.
+        """Open a directory; an empty one is made a store. mode "r" stores nothing.
 
-        Any number of processes may: each writes a shard of its own (`Config.shard`) and reads all.
-        Raises StoreMismatch (another geometry, dtype or window), StoreLocked (a second writer of a
-        shard), FormatError (no store, a foreign directory, a newer format), StoreFailed (no
-        permission, a metrics_port that is taken), BadInput (an argument of another type),
-        ConfigError and Unsupported (settings that do not go here).
+        Any number of processes may open it: each writes its own shard (`Config.shard`) and reads
+        all. Raises StoreMismatch (another geometry, dtype or window), StoreLocked (a second writer
+        of a shard), FormatError (no store, a foreign directory, a newer format), StoreFailed (no
+        permission, a metrics_port that is taken), BadInput (an argument of the wrong type),
+        ConfigError and Unsupported (settings that do not work here).
         """
         if mode not in ("rw", "r"):
             raise BadInput(f'open: mode must be "rw" or "r", got {mode!r}')
         check_types(path, geometry, namespace, config)
         config, where = config or Config(), expanded(path, "path")
         try:
-            check_settings(config, geometry)  # before anything is made of an empty directory
+            check_settings(config, geometry)  # before an empty directory is made a store
             identity = matching_identity(where, geometry, config.window, create=mode == "rw")
             return cls(where, identity, namespace, config, write=mode == "rw")
         except MediumError as err:
@@ -111,7 +111,7 @@ class PrefixStore:
         self._repacker: Repacker | None = None
         self._writers: list[Admission | Repacker] = []
         self._pool = IoPool(config.io_threads)
-        with ExitStack() as failed:  # else its threads would go on in a shard that is another's
+        with ExitStack() as failed:  # else threads would go on in a shard another process holds
             failed.callback(self._pool.close, config.read_timeout_s)
             codecs = [codec_of(name) for name in config.probes]
             self._copies = Copies(config, self.geometry, self.window, codecs)
@@ -126,11 +126,11 @@ class PrefixStore:
     def _furnish(self, home: Home, codecs: Sequence[ProbeCodec]) -> None:
         config, geometry, uuid = self.config, self.geometry, self._identity.uuid
         self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
-        self.ssd, self.ledgers = home.ssd, home.ledgers  # the latter: the guard's, of policies
+        self.ssd, self.ledgers = home.ssd, home.ledgers  # ledgers: the guard's, about policies
         self.left_out, self.absent = home.others.left_out, home.others.absent  # for commands
         self.catalog, self.history = home.catalog, home.history  # what requests have shown of spans
         params = Params(home.place.params, write=self.writable, others=home.others.params)
-        self.buffers = self._copies.buffers()  # engines', too
+        self.buffers = self._copies.buffers()  # engines use them, too
         self._reading = Reading(
             geometry, config, home.ssd, self._copies, self._pool, self.buffers, self.counters,
             home.quarantine, home.history, home.save_history, params,
@@ -159,14 +159,14 @@ class PrefixStore:
 
     @property
     def index(self) -> Index:
-        return self._home.index  # a reader's changes
+        return self._home.index  # do not keep it: in a reader it changes
 
     # ---- looking up ------------------------------------------------------------------------
 
     def lookup(
         self, token_ids: Any, extra: Mapping[int, bytes] | None = None, tenant: str = ""
     ) -> int:
-        """Tokens of this prompt that are stored, in whole windows. Pins nothing; is counted."""
+        """How many tokens of this prompt are stored, in whole windows. Pins nothing; is counted."""
         root, labels, _ = self._names_of(token_ids, extra, tenant)
         self.counters.add("lookups")
         return self._home.catalog.lookup(root, labels) * self.window
@@ -176,8 +176,8 @@ class PrefixStore:
     ) -> Lease:
         """Pin the longest stored prefix of whole windows; reads its sums tables.
 
-        A prefix whose tables cannot be read is cut before them. Never raises for a miss; while
-        all threads that read, or all that copy, are stuck ("tier off"), all leases are misses.
+        A prefix is cut before the first table that cannot be read. Never raises for a miss; while
+        all reading threads, or all copying ones, are stuck ("tier off"), every lease is a miss.
         """
         root, labels, _ = self._names_of(token_ids, extra, tenant)
         self._leases.reap()
@@ -200,13 +200,13 @@ class PrefixStore:
             self.counters.add("hits" if sources else f"misses/{reason.replace(' ', '_')}")
             self.counters.add("hit_tokens", lease.n_tokens)
             return lease
-        except BaseException:  # Ctrl-C: nobody has a lease that would unpin them
+        except BaseException:  # Ctrl-C: nobody has the lease that would unpin the spans
             self._release(held, lease)
             raise
 
     def _release(self, held: list[Held], lease: Lease | None) -> None:
         self._home.release(held)
-        if lease is not None:  # at last: what an exception cut off, its time limit ends
+        if lease is not None:  # last: if an exception cuts this off, its time limit ends it
             self._leases.discard(lease)
 
     # ---- storing ---------------------------------------------------------------------------
@@ -218,9 +218,9 @@ class PrefixStore:
     ) -> Stored:  # fmt: skip
         """Store a prompt's KV: lists over layers of [n_kv_heads, n - start, head_dim] tensors.
 
-        Copied on return; READY later (`Stored.wait`, `flush`). importance float32
-        [n_layers, n - start]: rows are laid down in its order, highest first. `wait_s` and what is
-        raised, before anything is written: as `writer`.
+        Copied on return; READY later (`Stored.wait`, `flush`). `importance`, float32
+        [n_layers, n - start]: rows are laid down in its order, highest first. `wait_s` is as for
+        `writer`, and so are the errors, raised before anything is written.
         """
         tokens, layers = as_tokens(token_ids), self.geometry.n_layers
         n_rows = len(tokens) - an_int(start, "store: start")
@@ -236,13 +236,13 @@ class PrefixStore:
         self, token_ids: Any, start: int = 0, extra: Mapping[int, bytes] | None = None,
         wait_s: float = 30, tenant: str = "",
     ) -> Writer:  # fmt: skip
-        """Begin a store of the windows of this prompt that are not stored yet.
+        """Begin storing the windows of this prompt that are not stored yet.
 
-        Rows will be put from position `start` on, which must not lie beyond what is stored.
-        Space is reserved here; when there is none, the day's writes are spent or the disk takes
-        none, `writer.stored.refused` says so. `wait_s`: longest wait for each write buffer (a put
-        takes one for every 4 MiB); then the store is refused. Raises BadInput, and ImpressError
-        where the store is closed or only read.
+        Rows must be put from position `start` on, which must not lie beyond what is stored.
+        Space is reserved here; if there is none, the day's writes are spent or the disk accepts no
+        writes, `writer.stored.refused` says so. `wait_s`: longest wait for each write buffer (a put
+        takes one for every 4 MiB); after that the store is refused. Raises BadInput, and
+        ImpressError where the store is closed or open only for reading.
         """
         if self._admission is None or self._closed:
             raise ImpressError("store: closed" if self._closed else 'store: opened with mode="r"')
@@ -252,7 +252,7 @@ class PrefixStore:
     def admitted(
         self, token_ids: Any, extra: Mapping[int, bytes] | None = None, tenant: str = ""
     ) -> int:
-        """Tokens of this prompt, in whole windows, that an engine should store by `Config.admit`.
+        """Tokens of this prompt, in whole windows, that an engine is to store under `Config.admit`.
 
         "first": all. "second": the leading windows used at least once before; notes this use.
         """
@@ -265,9 +265,9 @@ class PrefixStore:
     # ---- keeping house ---------------------------------------------------------------------
 
     def evict(self, n_bytes: int) -> int:
-        """Drop what is worth least (`Config.eviction`), leaves first, never leased; bytes that go.
+        """Drop what is worth least (`Config.eviction`), leaves first, none leased; returns bytes.
 
-        At least what is above `disk_high`; empty segments go. Waits for it; 0 where it failed.
+        At least what is above `disk_high`, and empty segments. Waits for it; 0 where it failed.
         """
         leaving = self._usable("evict").leaving  # before anything leaves the tree
         n_gone = leaving.evict(max(a_number(n_bytes, "evict: n_bytes"), leaving.surplus()))
@@ -277,14 +277,14 @@ class PrefixStore:
     def purge(
         self, tenant: str | None = None, *, namespaces: Iterable[bytes] | None = None
     ) -> tuple[int, int]:
-        """Erase what is stored of a tenant (None: of all of them) in this store's namespace.
+        """Erase what a tenant (None: every tenant) has stored in this store's namespace.
 
-        In the shard this process writes. `namespaces`: digests of others instead. Returns (spans,
-        how many a lease still holds: they go when it ends, or with `close`). The others' bytes are
-        gone from the segments on return, as is what was left in free space, whoever's; what the
-        index has freed is overwritten by `impress.write.env.compact`, as `impress purge` does.
-        Raises StoreFailed where the disk does not take that: purge again, or all comes back with
-        the next open.
+        Only in the shard this process writes. `namespaces`: digests of others to purge instead.
+        Returns (spans, how many a lease still holds: they go when it ends, or with `close`). The
+        bytes of the rest are gone from the segments on return, as is anything left in free space,
+        whoever's it was; what the index has freed is overwritten by `impress.write.env.compact`, as
+        `impress purge` does. Raises StoreFailed where the disk does not accept the erasing: purge
+        again, or all of it comes back with the next open.
         """
         leaving = self._usable("purge").leaving  # before anything is erased
         digests = {self.namespace} if namespaces is None else digests_in(namespaces)
@@ -299,7 +299,7 @@ class PrefixStore:
     def repack(self, *, dry_run: bool = False, max_bytes: int | None = None) -> RepackReport:
         """Pack often-chosen rows side by side, at most max_bytes of them (None: no bound).
 
-        Waits for it. Raises ImpressError where this process has not opened it for writing.
+        Waits for it. Raises ImpressError unless this process has the store open for writing.
         """
         self._usable("repack")
         if self._repacker is None:
@@ -307,7 +307,7 @@ class PrefixStore:
         return self._repacker.run(dry_run=dry_run, max_bytes=max_bytes)
 
     def follow(self) -> bool:
-        """Take over at once what other processes stored or took out; whether there was any."""
+        """Take over now what other processes stored or removed; returns whether there was any."""
         return self._usable("follow").follow()
 
     def drop_caches(self) -> None:
@@ -317,9 +317,9 @@ class PrefixStore:
         self._tables.clear()
 
     def flush(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
-        """Wait until all that was stored is READY. Raises StoreFailed for what failed since.
+        """Wait until all stores are READY. Raises StoreFailed for failures since the last call.
 
-        A fit of probe parameters that this set off has then ended too, or timeout_s has passed.
+        A fit of probe parameters that storing set off has then ended too, or timeout_s has passed.
         """
         ends_s = monotonic() + (timeout_s := a_time(timeout_s, "flush: timeout_s"))
         self._home.flush(timeout_s)
@@ -327,7 +327,7 @@ class PrefixStore:
             self._admission.fitter.wait(max(ends_s - monotonic(), 0.0))
 
     def close(self) -> None:
-        """Finish what is queued, stop the threads, release the lock. Idempotent, also cut off."""
+        """Finish queued work, stop threads, release the lock. Idempotent, even if interrupted."""
         if self._closed or os.getpid() != self._pid:  # a forked child must not touch its parent's
             return
         self._closed, limit_s = True, self.config.read_timeout_s
@@ -339,8 +339,8 @@ class PrefixStore:
             if self._repacker is not None:
                 self._repacker.close(limit_s)
             self._home.settle()
-            idle = self._pool.close(limit_s)  # a stuck thread may still use its file, which then
-            writing = not idle and any(w.writing for w in self._writers)  # stays open, and copies
+            idle = self._pool.close(limit_s)  # a stuck thread may still use its file
+            writing = not idle and any(w.writing for w in self._writers)  # and copies: they stay
             if self._admission is not None:
                 writing |= not self._admission.fitter.retired
             self._copies.close(idle=idle)
@@ -358,27 +358,27 @@ class PrefixStore:
         return standing(home, self._copies, self._tables, self.counters, ages, n_stuck)
 
     def placement(self) -> list[Placed]:
-        """Of every span: how many of its chunks each tier holds, and what they are worth."""
+        """For every span: how many of its chunks each tier holds, and what they are worth."""
         records = self._usable("placement").catalog.records()
         return placed(records, self._copies.occupancy(), self.history.summary)
 
     def names(self) -> dict[bytes, str]:
-        """Root key -> what its namespace is called, in any shard."""
+        """Root key -> the name of its namespace, from all shards."""
         return self._usable("names").names()
 
     def saved_ledgers(self) -> list[tuple[bytes, bytes]]:
-        """Every guard's ledger, by key, of all shards."""
+        """(key, ledger) of every guard, from all shards."""
         return self._usable("saved_ledgers").saved_ledgers()
 
     def check(self) -> None:
-        """Assert every invariant of tree, spans, caches, space: after `flush`, no writer open."""
+        """Assert all invariants (tree, spans, caches, space). Flush first; have no writer open."""
         home = self._usable("check", closed=True)
         self._copies.check()
         self._tables.check()
         home.check([draft for writer in self._writers for draft in writer.drafts()])
 
     def _usable(self, what: str, *, closed: bool = False) -> Home:
-        """Home; `closed`: of a closed store too. Raises ImpressError, in a child before a lock."""
+        """Home; `closed`: even of a closed store. Raises ImpressError, in a child before locks."""
         forked = os.getpid() != self._pid
         if forked or (self._closed and not closed):
             raise ImpressError(f"{what}: {FORKED if forked else 'the store is closed'}")

@@ -17,23 +17,23 @@ from impress.errors import ImpressError
 from tiers.errors import MediumError
 from tiers.threads import MORE_THREADS, no_more_threads
 
-if os.environ.get("COLUMNS") == "0":  # not known: rich, of a help text too, would print nothing
+if os.environ.get("COLUMNS") == "0":  # not known: rich would print nothing, not even a help text
     del os.environ["COLUMNS"]
 
 
 class _Out(Console):
     def on_broken_pipe(self) -> None:
-        """Whoever read has seen enough: said by the exit status, which rich would make 1."""
+        """The reader has seen enough: the exit status says so, which rich would make 1."""
         raise BrokenPipeError
 
 
 _WIDTH: Final = None if sys.stdout is not None and sys.stdout.isatty() else 110  # a pipe has none
-#: Tables and answers. No emoji: a name with ":key:" in it is asked for by these letters.
+#: Tables and answers. No emoji: a name with ":key:" in it is asked for as it is spelt.
 out: Final = _Out(highlight=False, emoji=False, width=_WIDTH)
 #: Progress bars and errors, so that stdout stays what was asked for.
 err: Final = Console(stderr=True, highlight=False, emoji=False)
 
-#: Rows of a table or a drawn tree that are printed; more nobody reads.
+#: Largest number of rows of a table or drawn tree that are printed; nobody reads more.
 MOST_LINES: Final = 500
 T = TypeVar("T")
 
@@ -46,12 +46,12 @@ def show(drawing: Table | Tree) -> None:
 
 
 def cut(rows: list[T]) -> list[T]:
-    """As many as a table shows: a million would be laid out for minutes, in gigabytes."""
+    """The rows that a table shows: laying out a million would take minutes, and gigabytes."""
     return rows[:MOST_LINES]
 
 
 def say_cut(n: int, what: str) -> None:
-    """How many of n rows a table of them leaves to --json, if any."""
+    """Say how many of n rows a table leaves to --json, if any."""
     if n > MOST_LINES:
         out.print(f"… and {n - MOST_LINES:,} more {what}: --json lists all")
 
@@ -65,14 +65,14 @@ def table_of(title: str, *columns: str) -> Table:
 
 
 def line_of(error: Exception) -> str | None:
-    """What went wrong, for people; None for what nobody expected. Pure."""
+    """What went wrong, for people; None for an unexpected error. Pure."""
     if isinstance(error, ImpressError | MediumError):
         return str(error)
     if isinstance(error, lmdb.Error):
         return f"index: {error}"
     if isinstance(error, MemoryError):
         return "not enough memory"
-    if no_more_threads(error):  # of a bar's, an engine's
+    if no_more_threads(error):  # a progress bar's, an engine's
         return MORE_THREADS
     if isinstance(error, OSError):
         what = error.strerror or str(error)

@@ -1,4 +1,4 @@
-"""The nouns everything else speaks: the geometry of a store, and what its calls answer.
+"""The nouns everything else speaks: the geometry of a store, and what its calls return.
 
 Pure data, no I/O; imports nothing heavier than the standard library.
 """
@@ -16,29 +16,29 @@ from impress.errors import BadInput
 #: Bytes of one element, by dtype name. The order is the code in the file format: never reorder.
 DTYPES: Final = {"float16": 2, "bfloat16": 2, "float32": 4}
 
-#: Tokens of a window: a store has windows of one of these sizes.
+#: Tokens in a window: a store uses one of these sizes.
 WINDOWS: Final = (16, 32, 64, 128, 256)
 
-#: Some thirty years: time limits above it are none, and locks take no number that is much larger.
+#: Some thirty years: a longer time limit is none, and locks do not accept much larger numbers.
 LONGEST_S: Final = 1e9
 
 
 def an_int(value: Any, what: str) -> int:
-    """The value, where it is one (NumPy's are too). Raises BadInput."""
+    """The value as an int, if it is one (NumPy's are too). Raises BadInput."""
     if not isinstance(value, Integral):
         raise BadInput(f"{what} must be an int, got {value!r}")
     return int(value)
 
 
 def a_number(value: Any, what: str) -> Any:
-    """The value, where it is one. Raises BadInput."""
+    """The value, if it is a number. Raises BadInput."""
     if not isinstance(value, Real) or value != value:  # NaN is not itself
         raise BadInput(f"{what} must be a number, got {value!r}")
     return value
 
 
 def a_time(value: Any, what: str) -> float:
-    """Seconds, as many as a lock can be waited for at most. Raises BadInput."""
+    """The value in seconds, at most what a lock can wait for. Raises BadInput."""
     try:
         seconds = float(a_number(value, what))
     except OverflowError:  # an int of hundreds of digits
@@ -47,7 +47,7 @@ def a_time(value: Any, what: str) -> float:
 
 
 def check_layer(layer: object, n_layers: int, what: str) -> None:
-    """Raises BadInput. NumPy takes True for a mask: it would reach every layer's entries."""
+    """Raises BadInput. True is refused: NumPy takes it for a mask over every layer's entries."""
     if type(layer) is not int or not 0 <= layer < n_layers:
         raise BadInput(f"{what}: layer {layer!r} is not in 0..{n_layers - 1}")
 

@@ -1,8 +1,8 @@
 """What the weight files of a model directory hold: a digest of every byte.
 
-Once they were sampled: models that differed by an attention head shared a name, and answered from
-each other's rows. The digest is kept in the user's cache directory until a file changes. Importing
-this module imports neither torch nor transformers.
+Files used to be sampled: models that differed by an attention head then shared a name, and answered
+from each other's rows. The digest is kept in the user's cache directory until a file changes.
+Importing this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import xxhash
 from impress.config import cache_dir
 from impress.errors import BadInput, ConfigError
 
-#: What reading a JSON file raises; the last where thousands of brackets are open.
+#: What reading a JSON file may raise; the last if thousands of brackets are open.
 _UNREADABLE = (OSError, ValueError, RecursionError)
 
-_SMALL_BYTES = 1 << 20  # of more a sum of its own is taken, which is ten times as fast
+_SMALL_BYTES = 1 << 20  # larger data gets a sum of its own, which is ten times as fast
 _HEAD_BYTES = 64 << 10
 _CHUNK_BYTES = 4 << 20  # read at once: stays in a processor's cache
 _MAX_HEADER_BYTES = 100 << 20  # what the safetensors library accepts
-_RULES = 3  # of digests; those that were cached under others are made again
+_RULES = 3  # of digests; those cached under other rules are made again
 
-#: Of each file: name, inode, size, mtime and ctime.
+#: For each file: name, inode, size, mtime and ctime.
 Stamp = list[tuple[str, int, int, int, int]]
 
 
@@ -47,7 +47,7 @@ class StoredTensor(NamedTuple):
     at: int  # of its first byte in the file
 
     def read(self, first: int, end: int) -> bytes:
-        """Bytes of its data. Raises BadInput where the file has them not."""
+        """Bytes of its data. Raises BadInput where the file does not have them."""
         try:
             piece = os.pread(self.file.fileno(), end - first, self.at + first)
         except OSError as err:
@@ -60,15 +60,15 @@ class StoredTensor(NamedTuple):
 def weights_of(directory: Path, files: Sequence[Path] | None = None) -> bytes:
     """The digest of a directory's weights, from the user's cache where the files are unchanged.
 
-    `files`: those of it that hold the weights, where they are no model's.
+    `files`: those in it that hold the weights, where these are not a model's.
     """
     files = weight_files(directory) if files is None else files
     stamp: list[list[Any]] = [["rules", _RULES]]
     is_clocked = True
     for path in files:
         stat = path.stat()
-        # ctime tells a copy that kept size and mtime; but not in an image, where it is what its
-        # maker said, in whole seconds.
+        # ctime reveals a copy that kept size and mtime; but not in an image, where it is what the
+        # image's maker set, in whole seconds.
         stamp.append([path.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
         is_clocked &= stat.st_ctime_ns % 10**9 > 0
     cached = _cache_path(directory) if is_clocked else None
@@ -91,8 +91,8 @@ def weights_of(directory: Path, files: Sequence[Path] | None = None) -> bytes:
 def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights, in a fixed order. Raises BadInput when there are none.
 
-    Indexed shards and a single file beside them are both looked at: of the two engines load one or
-    the other. Transformers passes by an index of torch.save's shards where it finds either.
+    Indexed shards and a single file beside them are both read: an engine loads one or the other.
+    Transformers ignores an index of torch.save's shards where it finds either.
     """
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     files = _indexed_files(index) if index.is_file() else []
@@ -115,7 +115,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def stamp_of(directory: Path) -> Stamp:
-    """What is another once a model's files are replaced. Raises BadInput and OSError."""
+    """A stamp that changes once a model's files are replaced. Raises BadInput and OSError."""
     stats = [(path, path.stat()) for path in [directory / "config.json", *weight_files(directory)]]
     return [(p.name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats]
 
@@ -167,7 +167,7 @@ def add_tensor(
     digest: hashlib.blake2b, name: str, dtype: str, shape: tuple[int, ...], n_bytes: int,
     read: Callable[[int, int], bytes],
 ) -> None:  # fmt: skip
-    """A tensor's title and its data, read(first, end), into a digest."""
+    """Add a tensor's title and its data, read(first, end), to a digest."""
     title = json.dumps([name, dtype, list(shape), n_bytes]).encode()
     digest.update(struct.pack("<Q", len(title)) + title)
     _add_data(digest, n_bytes, read)
@@ -194,7 +194,7 @@ def _add_file(digest: hashlib.blake2b, path: Path) -> None:
 
         if size > _HEAD_BYTES:
             _add_data(digest, size, read)
-        else:  # twice, as of old: stores go by it
+        else:  # twice, as it always was: stores depend on it
             digest.update(read(0, size) * 2)
 
 
@@ -226,7 +226,7 @@ def _write_cached(path: Path, stamp: list[list[Any]], digest: bytes) -> None:
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fresh.unlink(missing_ok=True)  # of a process that was killed: a container numbers all alike
+        fresh.unlink(missing_ok=True)  # left by a killed process: in containers process ids recur
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with os.fdopen(os.open(fresh, flags, 0o600), "w", encoding="utf-8") as file:
             json.dump({"files": stamp, "digest": digest.hex()}, file)

@@ -24,7 +24,7 @@ from tiers.base import Extent
 MIB = 1 << 20
 SMALL = {"segment_bytes": MIB, "write_buffer_bytes": 8 * MIB, "dram_bytes": 4 * MIB}
 
-# How long an example takes says how busy the machine is.
+# How long an example takes says only how busy the machine is.
 hypothesis.settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -32,9 +32,9 @@ hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked gpu runs where there is one (experiments/gpu_recipe.md)."""
+    """Tests marked gpu run where there is a GPU (experiments/gpu_recipe.md)."""
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
-    for item in marked:  # what libraries warn of on a device, in threads of ours too, is their own
+    for item in marked:  # what libraries warn about on a device, even in our threads, is theirs
         item.add_marker(pytest.mark.filterwarnings("default"))
     lacking = hbm.why_not() if marked else ""
     for item in marked if lacking else ():
@@ -90,7 +90,7 @@ def _numpy_dtype(geometry: impress.Geometry) -> Any:
 
 
 def said_by_a_child(call: Callable[[], object], limit_s: int = 20) -> str:
-    """What a call says in a fork's child; it is killed where it has not ended by then."""
+    """What a call says in a forked child, which is killed if it has not ended in `limit_s`."""
     came, go = os.pipe()
     child = os.fork()
     if child == 0:
@@ -140,8 +140,8 @@ def assert_serves(
 
 @contextmanager
 def read_limit(store: impress.PrefixStore, limit_s: float) -> Iterator[None]:
-    """In the block a read is late after so long. A store opened so would be late under load with
-    what it is to serve before and after."""
+    """Within the block a read counts as late after `limit_s`. A store opened with that limit could,
+    under load, be late with the reads before and after the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vars(store.config), "read_timeout_s", limit_s)
         yield
@@ -157,7 +157,7 @@ def flip_a_bit(path: Path, extent: Extent, off: int = 0) -> None:
 
 
 def other_weights(model: Path) -> None:
-    """A weight of a model's directory becomes another, in a new file: the old may still be read."""
+    """Change one weight in a model's directory, in a new file: the old one may still be read."""
     file, fresh = model / "model.safetensors", model / "fresh"
     data = bytearray(file.read_bytes())
     data[-2] ^= 1  # the lowest bit of a float16
@@ -172,7 +172,7 @@ class _Failing(logging.Handler):
 
 @contextmanager
 def failing_log() -> Iterator[None]:
-    """In the block whatever is logged raises, as with a handler of the caller's own that fails."""
+    """Within the block anything logged raises, as when a handler of the caller's own fails."""
     handler, log = _Failing(), logging.getLogger("impress")
     log.addHandler(handler)
     try:
@@ -182,17 +182,17 @@ def failing_log() -> Iterator[None]:
 
 
 def everything_in(folder: Path) -> bytes:
-    """Every byte of every file below."""
+    """Every byte of every file below the folder."""
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
 def wait_for_promotions(store: impress.PrefixStore) -> None:
-    """Nothing goes on behind requests any more."""
+    """Wait until the work that follows requests is done."""
     assert store._pool.idle(60)
 
 
 def soon(true: Callable[[], bool]) -> bool:
-    """Whether it becomes so within a minute."""
+    """Whether it becomes true within a minute."""
     deadline = time.monotonic() + 60
     while not true() and time.monotonic() < deadline:
         os.sched_yield()
@@ -201,7 +201,7 @@ def soon(true: Callable[[], bool]) -> bool:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Models this small spend their time in handing work to threads."""
+    """Models this small spend their time handing work to threads."""
     import torch
 
     before = torch.get_num_threads()
@@ -212,7 +212,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Nothing compiled before: at its limit torch would leave a forward as it is."""
+    """Forget what was compiled before: at its limit torch would leave a forward uncompiled."""
     import torch
 
     torch._dynamo.reset()

@@ -54,8 +54,8 @@ def ended(command, stdout=subprocess.PIPE, **options):
 
 
 def whole_numbers(done, path):
-    """The whole numbers in what a command printed, but not those in the name of its store: the
-    directory pytest gives a test is numbered too, and its 1003rd was once taken for token 1003."""
+    """The whole numbers in what a command printed, except those in its store's path: the directory
+    pytest gives a test is numbered too, and the 1003rd was once taken for token 1003."""
     said = f"{done.stdout}\n{done.stderr}".replace(str(path), "")
     return {int(number) for number in re.findall(r"(?<!\w)(?<!\d\.)\d+(?!\w|\.\d)", said)}
 
@@ -66,7 +66,7 @@ def run_json(*args):
 
 
 def assert_refused(done, *words):
-    """Exit status 2 and one line on stderr that has these words in it."""
+    """Exit status 2 and a single line on stderr, with these words in it."""
     assert done.returncode == 2, done
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("impress: "), done.stderr

@@ -1,4 +1,4 @@
-"""Signals that strike anywhere in what they are aimed at."""
+"""Signals that strike at any point of the code they are aimed at."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 
 def of_fire(test: Any) -> Any:
-    """A test that uses `under_fire`, which takes SIGALRM from pytest-timeout; what strikes in a
-    finalizer is swallowed there."""
+    """Marks a test that uses `under_fire`, which takes SIGALRM from pytest-timeout; an error raised
+    by a signal in a finalizer is swallowed there."""
     test = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")(test)
     return pytest.mark.timeout(120, method="thread")(test)
 
 
 def under_fire(act: Callable[[], Any], n_struck: int) -> None:
-    """Act again and again until signals have raised KeyboardInterrupt in it so often."""
+    """Call `act` again and again until signals have raised KeyboardInterrupt `n_struck` times."""
     inside = False
 
     def strike(*_: Any) -> None:
@@ -26,11 +26,11 @@ def under_fire(act: Callable[[], Any], n_struck: int) -> None:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, strike)
-    gc.disable()  # hypothesis has a callback there
+    gc.disable()  # hypothesis hooks a callback into it
     try:
         for n in range(n_struck):
             try:
-                # Again after a while: one may be swallowed where nobody hears of it (__del__).
+                # Repeated after a while: one may be swallowed where nobody hears of it (__del__).
                 signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + n % 16), 0.05)
                 inside = True
                 while True:

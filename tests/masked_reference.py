@@ -22,12 +22,12 @@ from impress.selection.identify import Asked, select
 
 HIT = 128
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
-STD = 0.15  # of the weights: attention that is not uniform, so that a wrong row shows
+STD = 0.15  # of the weights: makes attention uneven, so that a wrong row shows
 
 
 @dataclass(frozen=True)
 class Given:
-    """These rows of each layer; None is all of them, an exception is raised."""
+    """Chooses these rows in each layer; None means all of them, and an exception is raised."""
 
     rows: tuple[Any, ...]
     name: str = "given"
@@ -47,7 +47,7 @@ def _(policy: Given, asked: Asked) -> Selection:
 
 @dataclass(frozen=True)
 class Watched:
-    """Another policy, and what it was asked and chose."""
+    """Another policy, with a record of what it was asked and chose."""
 
     inner: Any
     seen: list[tuple[Asked, Selection]] = field(default_factory=list)

@@ -39,7 +39,7 @@ def write_rows(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
     slot_mapping: torch.Tensor, *rest: Any,
 ) -> None:  # fmt: skip
-    """What vLLM does to new rows; the caches are [blocks, block_size, n_kv_heads, dim]."""
+    """What vLLM does with new rows; the caches are [blocks, block_size, n_kv_heads, dim]."""
     size, n = key_cache.shape[1], len(slot_mapping)
     at = slot_mapping // size, slot_mapping % size
     key_cache[at], value_cache[at] = key[:n], value[:n]

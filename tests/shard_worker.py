@@ -1,4 +1,4 @@
-"""A process that has a store open and does what its standard input says, a line for each answer.
+"""A process with a store open that obeys its standard input, with one line per answer.
 
 python shard_worker.py DIR MODE CONFIG
 put N SEED · get N SEED · hold N SEED · read · free · evict BYTES · stat NAME · check
@@ -30,7 +30,7 @@ class Worker:
         return self.store.lookup(prompt(int(n), int(seed)))
 
     def get(self, n: str, seed: str) -> Any:
-        """Tokens read right; "lost"; "wrong"."""
+        """Number of tokens read right, or "lost", or "wrong"."""
         self.hold(n, seed)
         n_tokens, answer = self.held[1].n_tokens, self.read() if self.held[2] else "right"
         self.free()

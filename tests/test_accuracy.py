@@ -1,4 +1,4 @@
-"""What `accuracy` makes of its rows, and its own forward against the engine's."""
+"""What `accuracy` makes of its rows, and its own forward pass against the engine's."""
 
 from __future__ import annotations
 
@@ -129,18 +129,18 @@ def test_figures_are_paired_with_exact_and_pooled_over_tasks_and_groups() -> Non
 
 
 def test_lost_points_have_an_interval_where_no_question_flipped() -> None:
-    """int4 of everything lost 0 points, "from 0 to 0", on 34 documents: where 8 % of all have a
-    flip, one draw of 34 in twenty has none."""
+    """int4 of everything was said to lose 0 points, "from 0 to 0", on 34 documents: where 8 % of
+    all documents have a flip, one draw of 34 in twenty has none."""
     rows = [row("a", i, task, True, 0.0) for i in range(34) for task in ("rte", "copa")]
     figures, lines = all_figures(rows, seed=1)
-    for name in ("a.rte.x", "a.copa.x", "a.all.x"):  # by documents, however many their questions
+    for name in ("a.rte.x", "a.copa.x", "a.all.x"):  # by document, however many questions each has
         assert figures[f"{name}.lost_points_low"] == figures[f"{name}.lost_points"] == 0
         assert figures[f"{name}.lost_points_high"] == pytest.approx(8.434, abs=1e-3)
     assert {line["lost_points_high"] for line in lines if line["arm"] == "exact"} == {0}
 
 
 def test_who_lost_an_answer_is_known_no_better_than_who_lost_none() -> None:
-    """One flip of 408 ended at 0.7 points, none at 8.4."""
+    """With one flip of 408 the interval ended at 0.7 points, with none at 8.4."""
     rows = [
         row("a", i, task, i + len(task) > 3, 0.0) for i in range(34) for task in ("rte", "copa")
     ]
@@ -151,7 +151,7 @@ def test_who_lost_an_answer_is_known_no_better_than_who_lost_none() -> None:
 
 @pytest.mark.parametrize("flip", [None, "wrong", "right"])
 def test_a_selection_that_lost_one_is_known_no_better_than_one_that_lost_none(flip: Any) -> None:
-    """With one answer lost of 504 up to .6 points were said to be possible, with none 1.2."""
+    """With one of 504 answers lost, up to .6 points were said to be possible; with none, 1.2."""
     none = np.empty((0, 4))
     found = [
         selection.Outcome(
@@ -165,7 +165,7 @@ def test_a_selection_that_lost_one_is_known_no_better_than_one_that_lost_none(fl
 
 
 def test_of_selections_without_a_flip_the_interval_has_a_width_too() -> None:
-    """It said 0.0 [0.0, 0.0] of a few documents, which nobody can know."""
+    """The report said 0.0 [0.0, 0.0] for a few documents, which nobody can know."""
     none = np.empty((0, 4))
     same = [
         selection.Outcome(i // 2, "rte", True, True, True, True, 0.0, 0.1, 0.2, 0.3, 0.0, none)
@@ -207,7 +207,7 @@ def test_a_run_is_resumed_and_plotted(
     assert first["figures"]["specialised.all.25.recency.rows_share"] == 0.25
     assert first["figures"]["specialised.all.exact.kl"] == 0
     assert 0 < first["figures"]["specialised.all.quality10.bytes_share"] < 1
-    # Figures are made again of the cells alone, as where what is said of them has changed.
+    # The figures are made again from the cells alone, as when what is said of them has changed.
     monkeypatch.setattr(accuracy.accuracy_lookup, "model_of", None)
     plots = tmp_path / "plots"
     assert main(accuracy.EXPERIMENT, [*args, "--resume", "--plot", str(plots)]) == 0
@@ -219,7 +219,7 @@ def test_a_run_is_resumed_and_plotted(
 def test_other_shares_are_other_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the number of arms told cells apart: `--kept 25 --resume` kept what 50 had given."""
+    """Only the number of arms told cells apart: `--kept 25 --resume` kept the results of 50."""
     monkeypatch.setattr(accuracy.accuracy_lookup, "N_DOCUMENTS", {True: 1})
     monkeypatch.setattr(accuracy.accuracy_lookup, "CHECKPOINTS", ("specialised",))
     monkeypatch.setattr(
@@ -255,7 +255,7 @@ def test_other_weights_of_a_checkpoint_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     experiment: Any,
 ) -> None:  # fmt: skip
-    """`--resume` kept what the weights of before had answered, under the digest of the new ones."""
+    """`--resume` kept the answers of the old weights, under the digest of the new ones."""
     lookup = tmp_path / "lookup"
     for name in ("specialised", hashpool.CHECKPOINT):
         shutil.copytree(selection.LOOKUP / name, lookup / name)
@@ -269,7 +269,7 @@ def test_other_weights_of_a_checkpoint_are_measured_again(
     monkeypatch.setattr(hashpool, "N_REQUESTS", {True: 20})
 
     def measured() -> tuple[int, int]:
-        """How many cells, and of how many."""
+        """How many cells were measured, and of how many."""
         args = ["--quick", "--resume", "--dir", str(tmp_path), "--json", str(tmp_path / "out.json")]
         assert main(experiment.EXPERIMENT, args) == 0
         found = re.search(r"\((\d+) of (\d+) cells", capsys.readouterr().out)

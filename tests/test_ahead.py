@@ -1,4 +1,4 @@
-"""Reading ahead: what is guessed; rows come out as without it; nothing is left over."""
+"""Reading ahead: what it guesses; rows come out the same as without it; nothing is left over."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_preferred_rows_are_those_chosen_before_then_those_chosen_most(data: Any
 
 
 def moved(pieces: set[int], gap: int) -> int:
-    """Pieces read, one by one: those wanted, and those in a gap that is read through."""
+    """Pieces read, counted one by one: those wanted, and those in a gap that is read through."""
     near = {
         piece for a in pieces for b in pieces if 0 < b - a <= gap + 1 for piece in range(a, b)
     }  # fmt: skip
@@ -96,8 +96,8 @@ def test_as_many_as_fit_the_cap_by_what_is_really_moved(data: Any) -> None:
 
 
 def test_planes_that_share_their_pieces_have_gaps_of_their_own() -> None:
-    """Values of half the width are read through twice as many of their smaller pieces: the cap was
-    exceeded twofold, as they were counted like the keys."""
+    """Gaps in values of half the width are read through over twice as many of their smaller pieces.
+    The cap was exceeded twofold, as they were counted like those of the keys."""
     lies = np.arange(32)
     keys, values = Places(lies, 1, 8192, 1), Places(lies, 1, 4096, 3)
     rows = np.arange(0, 32, 4)
@@ -109,7 +109,7 @@ def test_planes_that_share_their_pieces_have_gaps_of_their_own() -> None:
 
 
 def ended(session: Any) -> None:
-    """Let the read ahead end, whatever comes of it."""
+    """Let the read-ahead end, whether or not it succeeds."""
     now = session._foresight._now
     if now is not None and now._ticket is not None:
         tickets.ended([now._ticket], 60)
@@ -118,7 +118,7 @@ def ended(session: Any) -> None:
 def bring(
     lease: Lease, policy: Policy, between: Callable[[Any], object] = ended
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """(k, v, pos) of every layer, and the report's lines. `between`: called after each layer."""
+    """(k, v, pos) of every layer, and the report's lines. `between` is called after each layer."""
     geometry = lease.reading.geometry
     with lease.session(policy) as session:
         got = []
@@ -201,14 +201,14 @@ def test_rows_come_out_as_without_reading_ahead(
 
 
 def test_what_was_chosen_before_is_read_ahead_and_not_again(open_store: Open) -> None:
-    """Layers that share a selection: all but the first find their rows there."""
+    """Layers that share a selection: all but the first find their rows already read."""
     geometry = replace(SHAPES["mha"], n_layers=4)
     store = open_store(geometry, dram_bytes=0, prefetch_bytes=64 * MIB, read_gap_bytes=0)
     store.store(prompt(N_TOKENS), *kv(geometry)).wait(60)
     with store.lease(prompt(N_TOKENS)) as lease:
         got, lines = bring(lease, Random(keep=1.0))  # a choice of everything, without probes
         (source,) = lease.sources
-        for layer in range(4):  # what requests chose before, and these layers will not
+        for layer in range(4):  # rows that earlier requests chose and these layers will not
             rows = np.arange(N_TOKENS)
             store.history.note(Note(source.span, N_TOKENS, layer, 0, N_TOKENS, rows))
         _, shared = bring(lease, Contiguous(keep=0.25, period=4))
@@ -228,7 +228,7 @@ def test_what_was_chosen_before_is_read_ahead_and_not_again(open_store: Open) ->
 def test_no_keys_are_read_ahead_of_a_layer_that_reads_them_all(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ahead of the layer that begins a period they took half of the cap."""
+    """Ahead of the layer that begins a period, keys took half of the cap."""
     store = open_store(DEEP["mha"], dram_bytes=0, prefetch_bytes=64 * MIB, read_gap_bytes=0)
     fill_deep(store)
     planes: dict[int, set[int]] = {}
@@ -248,11 +248,11 @@ def test_what_requests_chose_is_read_ahead_where_this_one_did_not(open_store: Op
     geometry = impress.Geometry(4, 4, 4, 256, "float32")  # a piece is a row
     store = open_store(geometry, dram_bytes=0, prefetch_bytes=64 * MIB, read_gap_bytes=0)
     fill_deep(store)
-    policy = Random(keep=0.1)  # of each layer others, and the same in every request
+    policy = Random(keep=0.1)  # other rows in each layer, the same in every request
     hits = []
     for _ in range(2):
         with store.lease(prompt(N_TOKENS)) as lease:
-            # History learns what a query decided: it is told here, as an identifier would.
+            # History learns what a query decided: it is told here, as an identifier would tell it.
             got, lines = bring(lease, policy)
             hits.append(sum(line["ahead_hit_rows"] for line in lines))
             wait_for_promotions(store)
@@ -314,7 +314,7 @@ def test_nobody_waits_for_a_read_ahead_that_hangs(
     go, begun = threading.Event(), threading.Event()
 
     def hangs(self: Early, i: int, first: int, reads: Any) -> None:
-        if len(under_way) >= 2:  # leave threads for those who ask
+        if len(under_way) >= 2:  # leave threads for demand reads
             return real(self, i, first, reads)
         self._begun[i][first:] = True
         under_way.append(threading.current_thread())
@@ -325,10 +325,10 @@ def test_nobody_waits_for_a_read_ahead_that_hangs(
     with store.lease(prompt(N_TOKENS)) as lease:
         want, _ = bring(lease, policy)
         monkeypatch.setattr(Early, "_read", hangs)
-        # The real selection ends what has not begun, which may be all where threads are slow.
+        # The real selection cancels reads that have not begun: with slow threads, perhaps all.
         got, _ = bring(lease, policy, between=lambda _session: begun.wait(60))
         assert same(got, want)
-        assert store.buffers.used_bytes > 0  # the hung reads still own theirs
+        assert store.buffers.used_bytes > 0  # the hung reads still own their buffers
         go.set()
     wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
@@ -407,7 +407,7 @@ def test_what_was_read_ahead_is_counted(open_store: Open) -> None:
 def test_reading_ahead_that_cannot_begin_costs_the_request_nothing(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A guess, for which no memory was left, came out of `retrieve` as a MemoryError."""
+    """A guess that no memory was left for came out of `retrieve` as a MemoryError."""
     store = open_store(DEEP["mha"], dram_bytes=0, prefetch_bytes=64 * MIB)
     fill(store)
     keys, _ = kv(store.geometry)

@@ -1,4 +1,4 @@
-"""Everything wrong that can be handed in, and the one line it gets."""
+"""Every kind of bad input that can be handed in, and the one-line error it gets."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_tokens_that_are_none(
 def test_arguments_of_another_type_are_one_line(
     tmp_path: Path, geometry: impress.Geometry, changed: dict[str, Any], said: str
 ) -> None:
-    """Each was the AttributeError or TypeError of whatever looked at it first; a path of nothing
-    was the current directory."""
+    """Each raised the AttributeError or TypeError of whatever code looked at it first; an empty
+    path was the current directory."""
     given = {"path": tmp_path / "s", "geometry": geometry, "namespace": "t", **changed}
     with pytest.raises(impress.BadInput, match=f"^{said}$"):
         impress.PrefixStore.open(**given)
@@ -85,7 +85,7 @@ def test_arguments_of_another_type_are_one_line(
 def test_a_tilde_in_a_path_is_the_home_directory(
     tmp_path: Path, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was a folder of that name, beside the store that commands and vLLM's settings meant."""
+    """It was a folder named `~`, and not the store that commands and vLLM's settings meant."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "secret").write_bytes(b"s" * 32)
@@ -107,7 +107,7 @@ def test_a_tilde_in_a_path_is_the_home_directory(
 def test_a_cache_directory_that_is_no_whole_path_is_ignored(
     monkeypatch: pytest.MonkeyPatch, named: str, where: str
 ) -> None:
-    """A relative one was another store, and another cache of digests, in each directory."""
+    """A relative one named a different store, and a different digest cache, in each directory."""
     monkeypatch.setenv("HOME", "h")
     monkeypatch.setenv("XDG_CACHE_HOME", named)
     assert cache_dir() == Path(where) / "impress"
@@ -124,7 +124,7 @@ def refused(said: str, call: Callable[..., object], *args: Any, **named: Any) ->
 def test_arguments_of_another_type_are_bad_input_wherever_they_come_in(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Each was the TypeError, AttributeError or RuntimeError of what met it first."""
+    """Each raised the TypeError, AttributeError or RuntimeError of whatever code met it first."""
     store, tokens, later = open_store(geometry), prompt(128), prompt(128, 1)
     keys, values = kv_of(tokens, geometry)
     tensors = [torch.from_numpy(k) for k in keys]
@@ -162,7 +162,7 @@ def test_arguments_of_another_type_are_bad_input_wherever_they_come_in(
 def test_time_limits_are_any_numbers(
     open_store: Open, geometry: impress.Geometry, limit_s: Any
 ) -> None:
-    """Those above what a lock takes were an OverflowError, and only where it had to be waited."""
+    """Those above what a lock accepts raised OverflowError, and only where a wait was needed."""
     taken = threading.Event()
     taken.set()
     seconds = a_time(limit_s, "")
@@ -175,7 +175,7 @@ def test_time_limits_are_any_numbers(
 
 
 def test_reads_say_what_they_want(open_store: Open, geometry: impress.Geometry) -> None:
-    """A suffix_lse of too few heads was taken: rows were chosen by another head's."""
+    """A suffix_lse with too few heads was accepted: rows were chosen by another head's."""
     store, tokens = open_store(geometry), prompt(128)
     assert put_prompt(store, tokens).wait(60)
     query, lse, out = torch.zeros(4, 1, 128), torch.zeros(4, 1), torch.empty(2, 128, 128)
@@ -198,7 +198,7 @@ def test_reads_say_what_they_want(open_store: Open, geometry: impress.Geometry) 
 
 
 def test_a_closed_store_says_so(open_store: Open, geometry: impress.Geometry) -> None:
-    """In LMDB's words, which speak of operations on closed, deleted or dropped objects."""
+    """The words were LMDB's, which speak of operations on closed, deleted or dropped objects."""
     store = open_store(geometry)
     assert put_prompt(store, prompt(128)).wait(60)
     store.close()
@@ -258,7 +258,7 @@ def test_extras_that_are_none(
 
 
 def test_positions_may_be_ints_of_numpy(open_store: Open, geometry: impress.Geometry) -> None:
-    """np.flatnonzero gives such: of one in the prompt it was said that it is not."""
+    """np.flatnonzero gives these: one inside the prompt was said to be outside it."""
     store, tokens = open_store(geometry), prompt(128)
     keys, values = kv_of(tokens, geometry)
     (position,) = np.flatnonzero(np.arange(128) == 70)
@@ -280,7 +280,7 @@ def test_retrieve_says_what_it_wants(open_store: Open, geometry: impress.Geometr
         with lease.session() as session:
             with pytest.raises(impress.BadInput, match="layer 2"):
                 session.retrieve(2, None)
-            with pytest.raises(impress.BadInput, match="layer True"):  # a cache's map was off then
+            with pytest.raises(impress.BadInput, match="layer True"):  # it broke a cache's map
                 session.retrieve(True, None)
             wrong = (torch.empty(2, 64, 128), torch.empty(2, 128, 128))
             with pytest.raises(impress.BadInput, match=r"\[2, 128, 128\]"):
@@ -300,7 +300,7 @@ def test_retrieve_says_what_it_wants(open_store: Open, geometry: impress.Geometr
 def test_a_query_of_no_rows_chooses_nothing_and_is_refused(
     open_store: Open, geometry: impress.Geometry, policy: Policy
 ) -> None:
-    """It was an AssertionError, deep in the scores."""
+    """It ended in an AssertionError, deep in the scoring code."""
     store = open_store(geometry, probes=("heads3-v1", "int4-v1", "pages16-v1"))
     put_prompt(store, prompt(128)).wait(60)
     query, lse = torch.zeros(4, 3, 128), torch.zeros(4, 3)
@@ -313,7 +313,7 @@ def test_a_query_of_no_rows_chooses_nothing_and_is_refused(
 def test_a_wrong_out_leaves_what_was_read_ahead_where_it_is(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Its layer was taken first: nobody gave back its buffers and its pins in DRAM any more."""
+    """The layer was taken before `out` was checked: its buffers and DRAM pins never came back."""
     store, tokens = open_store(geometry), prompt(128)
     put_prompt(store, tokens).wait(60)
     wrong = (torch.empty(2, 64, 128), torch.empty(2, 128, 128))
@@ -441,7 +441,7 @@ SIZES = [name for name in impress.Config.model_fields if "_bytes" in name]
 
 @pytest.mark.parametrize("name", SIZES)
 def test_more_bytes_than_a_process_has_addresses_for_are_refused(tmp_path: Path, name: str) -> None:
-    """2^64 of them were an OverflowError at the open or the first store, with a directory made."""
+    """2^64 of them raised OverflowError at the open or first store, with the directory made."""
     file = tmp_path / "impress.toml"
     for number in (str(1 << 64), str((1 << 56) + MIB), hex(1 << 40_000)):  # too long to print
         file.write_text(f"{name} = {number}\n")
@@ -458,7 +458,7 @@ def test_a_path_that_no_system_takes_is_one_line() -> None:
 
 
 def test_an_error_is_one_line_whatever_a_name_has_in_it(tmp_path: Path) -> None:
-    """A line break in a path came through: a log had the rest as a line of its own."""
+    """A line break in a path came through: in a log, the rest became a line of its own."""
     (tmp_path / "a\nb.toml").write_text("windows = 16")
     with pytest.raises(impress.ConfigError, match="unknown key 'windows'") as told:
         impress.Config.load(tmp_path / "a\nb.toml")
@@ -477,7 +477,7 @@ def test_a_disk_budget_below_one_segment_is_refused_with_both_settings() -> None
 def test_memory_that_the_system_does_not_grant_is_refused_by_the_setting(
     tmp_path: Path, tier: str
 ) -> None:
-    """And before the directory is made a store: it was one by then."""
+    """And before the directory is made a store: it used to be one by the time of the refusal."""
     config = impress.Config(**{**SMALL, "hbm_device": "cpu", f"{tier}_bytes": 1 << 50})
     with pytest.raises(impress.StoreFailed, match=f"^{tier}: .*: lower {tier}_bytes$"):
         impress.PrefixStore.open(tmp_path, impress.Geometry(2, 2, 2, 32, "float32"), "t", config)
@@ -498,7 +498,7 @@ def test_memory_that_the_system_does_not_grant_is_refused_by_the_setting(
 def test_settings_that_do_not_go_leave_a_directory_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict, error: type, said: str
 ) -> None:
-    """They were found out once the empty directory had been made a store for good."""
+    """They were noticed only after the empty directory had been made a store for good."""
     lacking = {"kvikio": "no CUDA driver"}
     monkeypatch.setattr("tiers.engines.why_not", lambda name: lacking.get(name, ""))
     monkeypatch.setattr("impress.cache.copies.why_not", lambda: "no CUDA driver")
@@ -538,7 +538,7 @@ def test_no_permission_is_one_line(tmp_path: Path, geometry: impress.Geometry) -
     tmp_path.chmod(0o500)
     with pytest.raises(impress.StoreFailed, match="Permission denied"):
         impress.PrefixStore.open(tmp_path / "s", geometry, "t")
-    tmp_path.chmod(0)  # not even looked into
+    tmp_path.chmod(0)  # may not even be looked into
     with pytest.raises(impress.StoreFailed, match="Permission denied"):
         impress.PrefixStore.open(tmp_path, geometry, "t")
     tmp_path.chmod(0o700)
@@ -548,7 +548,7 @@ def test_no_permission_is_one_line(tmp_path: Path, geometry: impress.Geometry) -
 def test_what_the_system_says_of_a_path_is_store_failed(
     tmp_path: Path, geometry: impress.Geometry, mode: str
 ) -> None:
-    """It came as the system's own error, also where a directory may not be looked into."""
+    """It came as the system's own error, even where a directory may not be looked into."""
     with pytest.raises(impress.StoreFailed, match="name too long"):
         impress.PrefixStore.open(tmp_path / ("s" * 300), geometry, "t", mode=mode)
 
@@ -556,7 +556,7 @@ def test_what_the_system_says_of_a_path_is_store_failed(
 def test_a_full_file_system_refuses_stores_and_serves_on(
     geometry: impress.Geometry, tmp_path: Path
 ) -> None:
-    """A process whose files may not grow past 700 kB: fallocate fails as on a full disk."""
+    """In a process whose files may not grow past 700 kB, fallocate fails as on a full disk."""
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""Load or recompute: what is chosen from given rates, and that an engine goes by it."""
+"""Load or recompute: what is chosen from given rates, and that an engine follows the choice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_fit_finds_the_cost_of_each_amount():
 
 
 def test_a_choice_solves_nothing(monkeypatch):
-    """Costs were fitted anew for every estimate, before a request's reads: milliseconds of it."""
+    """Every estimate fitted the costs again, before a request's reads: milliseconds per request."""
     rates, stored = Rates(), Stored(1000, 4, 1 << 20, 1 << 19)
     for i in range(6):
         for mode in MODES:
@@ -60,7 +60,7 @@ def test_a_choice_solves_nothing(monkeypatch):
 
 
 def test_a_sample_that_is_cut_off_says_nothing(monkeypatch):
-    """It was counted before its costs were there: everything then seemed to cost nothing."""
+    """The sample counted before its costs were fitted: everything then seemed to cost nothing."""
 
     def cut(*_args):
         raise KeyboardInterrupt
@@ -163,9 +163,8 @@ def test_each_mode_is_estimated_by_its_own_reads():
 
 
 def test_many_short_forwards_do_not_say_what_a_long_one_takes():
-    """An engine whose prompts all hit computes a few tokens each: their rate a token is many times
-    that of a whole prompt, which would never be recomputed again.
-    """
+    """An engine whose prompts all hit computes a few tokens each: their time per token is many
+    times that of a whole prompt, and by it a prompt would never be recomputed again."""
     rates = Rates()
     rates.note_forward("recompute", 1000, 1.0)
     for _ in range(50):
@@ -177,13 +176,13 @@ def test_many_short_forwards_do_not_say_what_a_long_one_takes():
 
 
 def test_what_a_sparse_request_does_beside_its_reads_is_its_own():
-    """One exact request, tried now and then, laid its planning and copying of a whole prefix to the
-    sparse ones too: where that was a third of recomputing, a fifth of them were recomputed.
+    """An exact request, tried now and then, charged its planning and copying of a whole prefix to
+    the sparse ones too: where that was a third of recomputing, a fifth of these were recomputed.
     """
     rates = Rates()
     rates.note_forward("recompute", 1000, 0.063)
     rates.note_read("sparse", stored(990), 0.042)
-    rates.note_forward("exact", 10, 0.023)  # until there is one of its own: the other hit's
+    rates.note_forward("exact", 10, 0.023)  # exact's, used until there is a sparse one
     assert rates.estimate(1000, stored(990))["sparse"] == pytest.approx(0.065)
     for _ in range(10):
         rates.note_forward("sparse", 10, 0.005)
@@ -196,9 +195,8 @@ def test_what_a_sparse_request_does_beside_its_reads_is_its_own():
 
 
 def test_a_prefix_in_the_caches_is_read_and_one_at_home_recomputed():
-    """Estimates once followed the last few reads whatever they had found in the caches: after
-    some cold ones, prefixes that lay in memory were recomputed too.
-    """
+    """Estimates once followed the last few reads, whether or not these had found rows in the
+    caches: after some cold reads, prefixes that lay in memory were recomputed too."""
     rates = Rates()
     rates.note_forward("recompute", 1000, 2.0)
     for cold in (0, 1000, 500, 1000, 0, 1000, 1000, 1000):
@@ -221,14 +219,14 @@ def test_a_way_long_passed_over_is_measured_again_and_less_often_each_time():
     while (choice := rates.choose("exact", 100, stored())).mode != "exact":
         pass
     assert choice.why == "exact: measured again, not taken for 128 requests"
-    for _ in range(60):  # it has become fast
+    for _ in range(60):  # reading has become fast
         rates.note_read("exact", stored(), 0.0)
     assert rates.choose("exact", 100, stored()).mode == "exact"
 
 
 def test_looking_again_at_a_way_that_is_many_times_slower_costs_little():
-    """It was measured after 128 requests at the latest, whatever it took: on a disk that reads in
-    twenty times what recomputing takes, requests took 1.15 of the best for ever."""
+    """It was measured again after 128 requests at the latest, whatever it cost: on a disk where
+    reading takes twenty times as long as recomputing, requests took 1.15 of the best for ever."""
     rates, seconds = Rates(), []
     rates.note_forward("recompute", 4020, 0.5)
     for _ in range(6000):
@@ -240,16 +238,16 @@ def test_looking_again_at_a_way_that_is_many_times_slower_costs_little():
             rates.note_forward("recompute", 4020, 0.5)
             seconds.append(0.5)
     late = seconds[2000:]
-    assert max(late) == 10.0  # it is looked at
+    assert max(late) == 10.0  # exact is still looked at
     assert sum(late) / len(late) <= 1.03 * 0.5
-    # On a GPU, whose prefixes were read in fifteen times what it recomputes them in, looks were 16,
-    # 32, 64 and 128 requests apart all the same: a third of what the first hundred took.
+    # On a GPU, where reading a prefix took fifteen times as long as recomputing it, looks were
+    # still 16, 32, 64 and 128 requests apart: a third of the time that the first hundred took.
     looked = [at for at, one in enumerate(seconds[:600]) if one == 10.0]
     assert looked == [0, 17, 255]
 
 
 def test_a_first_read_that_stalled_does_not_keep_the_next_looks_away():
-    """How long to wait for the next look was settled by what the look was about to put right."""
+    """The wait until the next look was set by the very estimate that the look was to correct."""
     rates, looked = Rates(), []
     rates.note_forward("recompute", 4020, 0.5)
     for at in range(260):
@@ -263,8 +261,8 @@ def test_a_first_read_that_stalled_does_not_keep_the_next_looks_away():
 
 
 def modes_of(rates, seconds, recompute_s=0.48):
-    """Of requests for one stored prefix, of which reading chosen rows takes so long, one after the
-    other; all rows, two seconds."""
+    """The modes of requests for one stored prefix, one after the other; `seconds` is what reading
+    chosen rows takes in each; reading all rows takes two seconds."""
     modes = []
     for read_s in seconds:
         modes.append(rates.choose("sparse", 4020, stored(4000)).mode)
@@ -277,7 +275,7 @@ def modes_of(rates, seconds, recompute_s=0.48):
 
 
 def test_a_first_read_that_stalled_does_not_send_the_next_ones_away():
-    """Forty requests and more were then recomputed, though reading was the faster by a quarter."""
+    """Forty requests and more were then recomputed, though reading was faster by a quarter."""
     rates = Rates()
     rates.note_forward("recompute", 4020, 0.48)
     assert modes_of(rates, [0.85] + [0.36] * 39)[:16] == ["sparse"] * 16
@@ -292,8 +290,8 @@ def test_the_own_mode_is_left_the_sooner_the_slower_it_is(slower, n_reads):
 
 
 def test_a_way_that_has_become_fast_is_taken_when_that_was_seen_twice():
-    """What it had cost before counted for as much as if it were of the last requests: a disk that
-    was slow for an hour kept them away for hundreds after."""
+    """Its old cost counted as much as if it came from the last requests: a disk that was slow for
+    an hour was not read for hundreds of requests after."""
     rates = Rates()
     rates.note_forward("recompute", 4020, 0.48)
     for _ in range(12):
@@ -303,8 +301,8 @@ def test_a_way_that_has_become_fast_is_taken_when_that_was_seen_twice():
 
 
 def test_what_is_wanted_for_more_than_its_time_is_taken_every_fourth_time():
-    """Where recomputing was the faster, a guarded policy found one exact answer in 128 hits to earn
-    trust by: 300 took 38,000 hits.
+    """Where recomputing was faster, a guarded policy got one exact answer in 128 hits to earn trust
+    by: 300 of them took 38,000 hits.
     """
     rates = Rates()
     rates.note_forward("recompute", 100, 0.001)
@@ -318,7 +316,7 @@ def test_what_is_wanted_for_more_than_its_time_is_taken_every_fourth_time():
 
 def test_a_slow_first_forward_is_not_believed_for_good():
     """The first prompt of a process took ten times as long as the next would have; from then on
-    all prompts hit, and what is read is never compared with what computing costs by now.
+    all prompts hit, so reading is never compared with what computing costs by now.
     """
     rates = Rates()
     rates.note_forward("recompute", 100, 6.0)
@@ -334,7 +332,7 @@ def test_a_slow_first_forward_is_not_believed_for_good():
 
 
 def modes_asked(rates, n, recompute_s):
-    """Of n requests for one stored prefix: .625 s to read, recompute_s to compute."""
+    """The modes of n requests for one stored prefix: .625 s to read, recompute_s to compute."""
     prefix, modes = stored(4000), []
     for _ in range(n):
         modes.append(rates.choose("exact", 4020, prefix).mode)
@@ -347,14 +345,14 @@ def modes_asked(rates, n, recompute_s):
 
 
 def test_recomputing_is_tried_once_where_every_prompt_so_far_has_hit():
-    """After a restart over a warm store its cost was by the 20 tokens that each hit computes: eight
-    times a hit's on paper, half of one in truth, and it was never tried."""
+    """After a restart over a warm store its cost came from the 20 tokens that each hit computes:
+    eight times that of a hit on paper, half of it in truth, and it was never tried."""
     modes = modes_asked(Rates(), 300, recompute_s=0.3)
     assert modes[:18] == ["exact"] * 17 + ["recompute"] and modes[200:].count("exact") <= 1
 
 
 def asked_once(rates, n_tokens, prefix, read_s, recompute_s):
-    """The mode of a request, which then takes so long."""
+    """The mode chosen for a request, which then takes `read_s` or `recompute_s`."""
     mode = rates.choose("exact", n_tokens, prefix).mode
     if mode == "exact":
         rates.note_forward("exact", n_tokens - prefix.n_tokens, 0.03)
@@ -365,8 +363,8 @@ def asked_once(rates, n_tokens, prefix, read_s, recompute_s):
 
 
 def test_short_prompts_do_not_say_what_a_long_one_takes_to_compute():
-    """Health checks of 8 tokens, all of a length: each token seemed to take as long as they all,
-    a prompt of 8,256 26 seconds, and as five had said so it was never tried: .4 in truth."""
+    """After five health checks of 8 tokens, each token of a prompt of 8,256 seemed to take as long
+    as each of theirs: 26 seconds in all, so it was never tried; in truth it took .4."""
     rates, modes = Rates(on_device=True), []
     for _ in range(10):
         rates.note_forward("recompute", 8, 0.025)
@@ -378,8 +376,8 @@ def test_short_prompts_do_not_say_what_a_long_one_takes_to_compute():
 
 
 def test_a_disk_that_was_slow_for_cold_reads_is_asked_again_beside_warm_ones():
-    """What cold bytes cost outlasts warm reads, and these counted as reads of cold ones, too: none
-    was made any more."""
+    """The cost of cold bytes outlasts warm reads, but warm reads also counted as reads of cold
+    bytes: no cold read was made any more."""
     rates, cold, warm = Rates(), stored(4000), stored(4000, cold_bytes=0)
     for _ in range(5):
         rates.note_forward("recompute", 4020, 0.12)
@@ -404,8 +402,8 @@ def test_short_hits_do_not_keep_long_prompts_from_being_computed_once():
 
 
 def test_what_cold_bytes_cost_is_known_after_any_number_of_warm_reads():
-    """After 240 a cold prefix seemed to cost what a warm one does, and each that came was read, at
-    four times what it takes to compute: what it took was a surprise each time, and not believed."""
+    """After 240 warm reads a cold prefix seemed to cost what a warm one does, so each one was read,
+    at four times the cost of computing it: a surprise each time, and not believed."""
     rates, cold, warm = Rates(), stored(4000), stored(4000, cold_bytes=0)
 
     def ask(prefix, read_s):
@@ -423,8 +421,8 @@ def test_what_cold_bytes_cost_is_known_after_any_number_of_warm_reads():
 
 
 def test_what_a_device_does_first_in_a_mode_says_nothing_of_what_it_does_next():
-    """Its first forward loads every kernel: after two seconds for a process's first prompt hits
-    of 80 ms seemed so much faster that recomputing, which takes 30 by then, was not tried again."""
+    """A device's first forward loads every kernel: when a process's first prompt took two seconds,
+    hits of 80 ms seemed so much faster that recomputing, by then 30 ms, was not tried again."""
     rates, choices = Rates(on_device=True), []
     rates.note_forward("recompute", 4020, 2.0)
     for _ in range(300):
@@ -435,7 +433,7 @@ def test_what_a_device_does_first_in_a_mode_says_nothing_of_what_it_does_next():
         else:
             rates.note_forward("recompute", 4020, 0.03)
     modes = [choice.mode for choice in choices]
-    assert modes.index("recompute") == 18  # of the first two hits one costs an unknown time
+    assert modes.index("recompute") == 18  # one of the first two hits takes an unknown time
     assert choices[18].why == "recompute: measured again, not taken for 16 requests"
     assert modes[18:].count("exact") <= 5
 
@@ -455,7 +453,7 @@ def test_recomputing_that_is_slow_indeed_is_tried_once():
 
 
 def test_recomputing_some_times_slower_than_reading_is_tried_once_more():
-    """It was tried until five forwards had said so: a request of 3.4 times the time each."""
+    """It was tried until five forwards had said so: five requests of 3.4 times the time."""
     rates = Rates()
     rates.note_forward("recompute", 4020, 2.1)
     assert modes_asked(rates, 600, recompute_s=2.1).count("recompute") == 1
@@ -560,7 +558,7 @@ class OnDevice:
 
 
 def test_the_first_token_is_there_when_the_device_has_computed_it(monkeypatch):
-    """The clock was read when its work was launched: recomputing seemed to cost next to nothing."""
+    """The clock was read when the work was launched: recomputing seemed to cost next to nothing."""
     now = [10.0]
 
     def synchronize(device):
@@ -570,7 +568,7 @@ def test_the_first_token_is_there_when_the_device_has_computed_it(monkeypatch):
     monkeypatch.setattr(hf_output, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     first = hf_output.FirstLogits(called=9.0)
-    for _ in range(3):  # of later tokens it does not wait
+    for _ in range(3):  # for later tokens it does not wait
         assert isinstance(first(torch.zeros(1, 1), OnDevice()), OnDevice)
     assert (first.ttft_ms, first.turn_ms, now) == (3000, 2000, [12.0])
 

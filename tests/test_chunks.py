@@ -19,7 +19,7 @@ from experiments.systems.rows import Rows, choices, measured_overlap
 
 
 def test_one_overlap_speaks_for_the_curve() -> None:
-    """Figs 20 and 23 were two different means over the same grid."""
+    """Figs 20 and 23 took two different means over the same grid."""
     units = {f"{when}_unit_{unit}": n for unit in chunks.UNITS
              for when, n in (("before", 3.0), ("after", 2.0))}  # fmt: skip
     names = ("amplification", "requests", "io_ms", "io_vs_floor")
@@ -74,10 +74,10 @@ def test_a_choice_by_popularity_alone_follows_the_average_order() -> None:
 def test_no_way_follows_another_for_good_or_asks_for_what_was_just_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ways took turns in a ring: sent by one thread mostly came behind sent by eight, which had
-    read the same bytes, as had the packed read before both."""
+    """The ways took turns in a ring: the read sent by one thread mostly came after the one sent by
+    eight, which had read the same bytes, as had the packed read before both."""
     plans: dict[str, int] = {}
-    asked: list[tuple[str, int | None]] = []  # a way, and whose packed read's bytes it asks for
+    asked: list[tuple[str, int | None]] = []  # a way, and the packed read whose bytes it asks for
 
     def note(way: str, of: int | None = None) -> dict[str, float]:
         asked.append((way, of))

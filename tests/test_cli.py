@@ -66,7 +66,7 @@ def test_help_names_every_command_and_the_exit_status():
 
 @pytest.mark.parametrize("command", ["rebuild", "repack"])
 def test_help_says_what_a_dry_run_needs(command):
-    """It said "change nothing", and wanted the right to write, and wrote into lock and index."""
+    """Help said "change nothing"; a dry run needed the right to write, and wrote lock and index."""
     told = " ".join(run(command, "--help").stdout.replace("│", " ").split())
     told = told.rpartition("--dry-run ")[2].partition(" --json")[0]
     assert "stay" in told and "as for writing: the right to write is needed" in told
@@ -74,7 +74,7 @@ def test_help_says_what_a_dry_run_needs(command):
 
 @pytest.mark.parametrize("args", [["--help"], ["inspect", "--help"]])
 def test_a_terminal_of_no_columns_gets_the_help(args):
-    """COLUMNS=0 stands for an unknown width: nothing was printed, with status 0."""
+    """COLUMNS=0 means an unknown width: nothing was printed, with status 0."""
     done = run(*args, env={**os.environ, "COLUMNS": "0"})
     assert done.returncode == 0 and "Usage: impress" in done.stdout
 
@@ -91,7 +91,7 @@ def test_help_of_a_command_has_examples_and_its_exit_status(command):
 
 @pytest.mark.parametrize("command", ["run", "vllm-config"])
 def test_help_says_of_what_the_disk_limit_is(command):
-    """Of the directory, it seemed, which other processes write to as well."""
+    """It seemed to be a limit for the directory, which other processes write to as well."""
     done = run(command, "--help")
     assert done.returncode == 0 and "--disk-gib" in done.stdout
     assert "shard" in done.stdout.partition("--disk-gib")[2]
@@ -158,7 +158,7 @@ def test_inspect_shows_what_is_stored(path):
 
 
 def test_inspect_draws_every_node_of_a_long_conversation(tmp_path):
-    """Each turn is drawn further right: past the terminal's width was nothing, and no word."""
+    """Each turn is drawn further right: past the terminal's width nothing was shown or said."""
     turns = 70
     with opened(tmp_path / "store") as store:
         for turn in range(1, turns + 1):
@@ -184,11 +184,11 @@ def test_inspect_json_counts_tiers_spans_and_namespaces(path):
 
 
 def test_inspect_counts_windows_that_were_stored_twice_once(tmp_path):
-    """Two stores of one beginning, at once: a namespace had more tokens than there were, and the
-    rest was said to have been evicted, though nothing was."""
+    """Two stores of one beginning, at once: a namespace seemed to have more tokens than it had, and
+    the rest was said to have been evicted, though nothing was."""
     path, longer = tmp_path / "store", [*PROMPT, *range(9000, 9064)]
     with opened(path) as store:
-        both = [store.writer(PROMPT), store.writer(longer)]  # while nothing is stored
+        both = [store.writer(PROMPT), store.writer(longer)]  # both begun while nothing is stored
         for writer, n in zip(both, (320, 384), strict=True):
             with writer:
                 for layer, rows in enumerate(rows_of(n)):
@@ -214,7 +214,7 @@ def test_inspect_counts_leases_of_the_hottest_prefix(path):
 
 
 def test_inspect_says_whose_leases_it_shows_of_a_span_in_parts(path):
-    """The part that nobody had leased bore those of the other, and no word said that it would."""
+    """The part that nobody had leased showed the other's leases, and the help did not say so."""
     with opened(path) as store:
         for _ in range(3):
             store.lease(FORK).release()
@@ -264,7 +264,7 @@ def array_file(shape):
 )
 @pytest.mark.parametrize("command", ["inspect", "explain"])
 def test_a_file_that_no_parser_expects_is_one_line_and_2(path, tmp_path, command, name, raw):
-    """RecursionError, MemoryError, tokenize.TokenError: a traceback, and status 1."""
+    """RecursionError, MemoryError and tokenize.TokenError were each a traceback, and status 1."""
     (tmp_path / name).write_bytes(raw)
     done = run(command, "--store", path, "--prefix", tmp_path / name)
     assert_refused(done, f"{name}: not token ids")
@@ -279,7 +279,7 @@ def test_inspect_and_verify_work_while_a_writer_has_the_store_open(path):
 
 
 def test_a_segment_that_its_writer_gives_back_meanwhile_is_no_error(path, monkeypatch):
-    """Gone between the listing of a folder and the look at its files: "No such file", and 2."""
+    """One gone between the listing of a folder and the look at its files: "No such file", and 2."""
 
     def and_one_more(folder):
         return [*segment_paths(folder), folder / "00000099.seg"]
@@ -303,7 +303,7 @@ def test_inspect_shows_a_name_as_it_is(tmp_path):
 
 
 def test_a_name_is_shown_as_it_is(tmp_path):
-    """Of "llama:key:1" inspect made a drawing of a key, and purge knew no such name."""
+    """Inspect turned "llama:key:1" into a drawing of a key, and purge knew no such name."""
     name, where = "[b]llama[/b]:key:1", tmp_path / "of:key:s"
     with impress.PrefixStore.open(where, GEOMETRY, name, CONFIG) as store:
         put(store, PROMPT)
@@ -314,7 +314,7 @@ def test_a_name_is_shown_as_it_is(tmp_path):
 
 
 def test_a_model_is_purged_by_what_inspect_calls_it(tmp_path):
-    """An engine's namespace has no name: what inspect showed, text and JSON, purge refused."""
+    """An engine's namespace has no name: purge refused what inspect showed, in text and in JSON."""
     for seed in range(3):
         namespace = bytes([seed]) * 32
         with impress.PrefixStore.open(tmp_path / "s", GEOMETRY, namespace, CONFIG) as store:
@@ -332,7 +332,7 @@ def test_a_model_is_purged_by_what_inspect_calls_it(tmp_path):
     assert_refused(run(*purge, third["root"][:12]), "is a root", f"--namespace '{third['name']}'")
     assert_refused(run(*purge, first["name"]), "is not stored here")
     for few in (third["namespace"][:7], f"model {third['namespace'][:4]}"):
-        # It said that it is not stored here.
+        # The error was that it is not stored here.
         assert_refused(run(*purge, few), f"--namespace {few} ", "give at least 8 of its digits")
     for other in (first["namespace"][:7], "model "):
         assert_refused(run(*purge, other), "is not stored here")
@@ -341,7 +341,7 @@ def test_a_model_is_purged_by_what_inspect_calls_it(tmp_path):
 
 
 def test_a_purge_counts_what_another_process_may_be_reading(path):
-    """Where one held it back until the end, "2 spans erased, 0 B" was all that was said."""
+    """Where such a process held the space to the end, "2 spans erased, 0 B" was all it said."""
     owned = sum(record.owned_bytes for record in records_of(path))
     config = CONFIG.model_copy(update={"follow_every_s": 0})
     with impress.PrefixStore.open(path, GEOMETRY, "a test", config, "r"):
@@ -351,7 +351,7 @@ def test_a_purge_counts_what_another_process_may_be_reading(path):
 
 
 def test_tenants_of_one_model_are_told_apart(tmp_path):
-    """Both were called by the model's name alone, in the tree and of a prompt."""
+    """Both were shown by the model's name alone, in the tree and for a prompt."""
     with opened(tmp_path / "s") as store:
         put(store, PROMPT)
     ask = ("inspect", "--store", tmp_path / "s", "--tree", "--prefix", prompt_file(tmp_path))
@@ -386,7 +386,7 @@ def test_inspect_asks_a_running_process_for_its_counters(path):
 
 
 def test_the_metrics_of_another_store_are_refused(path, tmp_path):
-    """Two servers on a machine, the wrong port: one store's tiers were shown with the other's."""
+    """Two servers on a machine and the wrong port: one store was shown with the other's tiers."""
     other = tmp_path / "other"
     config = CONFIG.model_copy(update={"metrics_port": 0})
     with impress.PrefixStore.open(other, GEOMETRY, "a test", config) as store:
@@ -397,7 +397,7 @@ def test_the_metrics_of_another_store_are_refused(path, tmp_path):
 
 
 def test_a_server_that_does_not_say_which_store_it_serves_is_believed(path, monkeypatch):
-    """One started before it said so."""
+    """Its version is from before servers said so."""
     monkeypatch.setattr(impress.stats._Collector, "identity", lambda self: iter(()))
     config = CONFIG.model_copy(update={"metrics_port": 0})
     with impress.PrefixStore.open(path, GEOMETRY, "a test", config) as store:
@@ -406,17 +406,17 @@ def test_a_server_that_does_not_say_which_store_it_serves_is_believed(path, monk
 
 
 def test_a_port_that_speaks_another_protocol_is_one_line_and_2(path):
-    """The port of an SSH server, say: a traceback and status 1, that of a damaged store."""
+    """The port of an SSH server, say, gave a traceback and status 1, that of a damaged store."""
 
     def greet():
         connection, _ = server.accept()
         with connection:
             connection.sendall(b"SSH-2.0-x\x1b[31m\r\n")
-            while connection.recv(4096):  # until whoever asked is gone
+            while connection.recv(4096):  # until the client is gone
                 pass
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=greet, daemon=True)  # if nobody comes, nobody waits
+        thread = threading.Thread(target=greet, daemon=True)  # no wait for it if nobody connects
         thread.start()
         port = server.getsockname()[1]
         done = run("inspect", "--store", path, "--metrics", port)
@@ -426,7 +426,7 @@ def test_a_port_that_speaks_another_protocol_is_one_line_and_2(path):
 
 
 def test_another_programs_metrics_are_no_stores(monkeypatch):
-    """Of families called as a store's are without its prefix, a KeyError's traceback."""
+    """Families with a store's names but without its prefix gave a KeyError's traceback."""
     text = 'store_info{version="1"} 1\ntier_used_bytes 3\ntier_used_bytes{tier="a"} NaN\n'
     monkeypatch.setattr(impress.cli.live, "_scrape", lambda port: text)
     with pytest.raises(impress.StoreFailed, match="whatever answers there is not an impress store"):
@@ -435,7 +435,7 @@ def test_another_programs_metrics_are_no_stores(monkeypatch):
 
 def test_a_process_too_busy_to_answer_is_not_said_to_be_nobody(monkeypatch):
     """On a loaded machine `inspect --metrics` gave up on a running server after 5 s and said that
-    nobody serves metrics there: what to do about it was wrong."""
+    nobody serves metrics there: its advice was wrong."""
     monkeypatch.setattr(impress.cli.live, "_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -457,7 +457,7 @@ def test_inspect_shows_three_tiers_with_and_without_a_running_process(path):
         assert found["tiers"]["hbm"]["total"] == store.stats()["tiers"]["hbm"]["total"] > 0
         assert found["tiers"]["hbm"]["emulated"] and not found["tiers"]["dram"]["emulated"]
         assert [tier["chunks"] for tier in found["tiers"].values()] == [0, 0, 16]
-        assert "important_share" not in found["tiers"]["dram"]  # no request has told yet
+        assert "important_share" not in found["tiers"]["dram"]  # no request has reported yet
         store.history.request([Note(1, 320, 0, 0, 320, np.arange(0, 320, 4))])
         _, found = run_json(*args)
         assert 0 < found["tiers"]["ssd"]["important_share"] < 1
@@ -483,7 +483,7 @@ def test_inspect_shows_scores_and_shares_once_requests_have_told(path):
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_no_store_is_one_line_and_2(tmp_path, command):
     assert_refused(run(command, "--store", tmp_path / "none"), "no store here", "IMPRESS_STORE")
-    assert_refused(run(command, "--store", ""), "--store", "empty")  # not where one happens to be
+    assert_refused(run(command, "--store", ""), "--store", "empty")  # not the current directory
     (tmp_path / "file").write_text("x")
     assert_refused(run(command, "--store", tmp_path / "file"), "not a directory")
 
@@ -494,13 +494,13 @@ def test_no_store_is_one_line_and_2(tmp_path, command):
      "inspect --prefix", "explain --prefix", "explain --model"],
 )  # fmt: skip
 def test_an_option_of_a_path_is_not_of_nothing(args):
-    """It was the directory one is in: demo filled it, and --json named "."."""
+    """An empty path meant the current directory: demo filled it, and --json named "."."""
     option, kind = args.split()[1], "directory" if args.endswith(("dir", "model")) else "file"
     assert_refused(run(*args.split(), ""), f"'{option}': it is empty: name a {kind}; see impress")
 
 
 def test_a_tilde_that_no_shell_has_expanded_is_the_home_directory(path):
-    """As in what vllm-config prints, so that both speak of one store."""
+    """As in the output of vllm-config, so that both mean the same store."""
     env = {**os.environ, "HOME": str(path.parent)}
     told = f"~/{path.name}"
     assert run("verify", f"--store={told}", env=env).returncode == 0
@@ -510,7 +510,7 @@ def test_a_tilde_that_no_shell_has_expanded_is_the_home_directory(path):
 
 @pytest.mark.parametrize("command", [("doctor", "--no-measure"), ("vllm-config",)], ids=str)
 def test_a_directory_that_was_deleted_under_a_command_is_said(tmp_path, command):
-    """It read "No such file or directory", of no name."""
+    """The error was "No such file or directory", without a name."""
     deleted = ["bash", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$@"', "", str(SCRIPT)]
     done = ended([*deleted, *command, "--store", "s"], cwd=tmp_path)
     assert_refused(done, "s: the directory this runs in was deleted; go to another")
@@ -548,7 +548,7 @@ def test_wrong_arguments_are_one_line_and_2(args, said):
 
 
 def test_what_ends_in_a_question_goes_on_with_a_sentence():
-    """It read: Did you mean 'inspect'?; see impress --help."""
+    """The line was: Did you mean 'inspect'?; see impress --help."""
     wrong = typer.BadParameter("Did you mean 'inspect'?")
     assert _said(wrong) == "Invalid value: Did you mean 'inspect'? See impress --help"
 
@@ -558,14 +558,14 @@ def test_what_ends_in_a_question_goes_on_with_a_sentence():
     [("purge", "tenant"), ("purge", "namespace"), ("run", "query"), ("explain", "query")],
 )
 def test_text_that_is_no_utf_8_is_one_line_and_2(path, tmp_path, command, option):
-    """Hashed it was a UnicodeEncodeError, tokenised a TypeError: a traceback, and status 1."""
+    """Hashing it raised UnicodeEncodeError, tokenising it TypeError: a traceback, and status 1."""
     more = [] if command == "purge" else ["--model", tmp_path, "--prefix", path / "impress.json"]
     done = run(command, "--store", path, *more, f"--{option}", os.fsdecode(b"\xff"))
     assert_refused(done, f"--{option}: not UTF-8 text")
 
 
 def test_a_store_may_lie_where_no_utf_8_leads(tmp_path):
-    """LMDB's binding encodes a text by itself: a traceback, and status 1."""
+    """LMDB's binding encodes a str path by itself: a traceback, and status 1."""
     odd = two_prompts(tmp_path / os.fsdecode(b"\xff"))
     assert "could not" not in run("rebuild", "--store", odd).stdout  # the old index was asked
     assert run("verify", "--store", odd).returncode == 0
@@ -591,7 +591,7 @@ def test_a_store_without_permission_is_one_line_and_2(path):
 
 @pytest.mark.parametrize("args", [["verify"], ["repack", "--dry-run"]], ids=str)
 def test_too_few_addresses_for_the_index_are_one_line_that_names_their_limit(path, args):
-    """It was "Cannot allocate memory", on a machine that had plenty."""
+    """The line was "Cannot allocate memory", on a machine that had plenty."""
     limited = ["bash", "-c", 'ulimit -v 33554432; exec "$@"', "", str(SCRIPT)]  # KiB: 32 GiB
     done = ended([*limited, *args, "--store", str(path)])
     assert_refused(done, "index: ", "it maps 64 GiB of addresses: raise `ulimit -v`")
@@ -611,14 +611,14 @@ def test_help_into_a_full_disk_is_one_line_and_2():
 
 @pytest.mark.parametrize("args", [["verify", "--store", "none"], ["verify", "--none"]])
 def test_a_full_disk_behind_stderr_makes_it_no_finding(args):
-    """Status 1 of a line that could not be written: verify had found something wrong, then."""
+    """A line that could not be written gave status 1, as if verify had found something wrong."""
     done = ended(["sh", "-c", f"{SCRIPT} {' '.join(args)} 2>/dev/full"])
     assert (done.returncode, done.stdout) == (2, "")
 
 
 @pytest.mark.parametrize("args", [["inspect"], ["--help"], ["verify", "--help"], ["--version"], []])
 def test_a_reader_that_has_seen_enough_is_no_finding(path, args):
-    """1 would say that something is wrong with the store."""
+    """Status 1 would say that something is wrong with the store."""
     seen, behind = os.pipe()
     os.close(seen)
     with os.fdopen(behind, "w") as pipe:
@@ -632,16 +632,16 @@ def test_a_closed_stdout_is_no_matter(path):
 
 
 def test_no_file_of_a_store_takes_the_place_of_a_closed_output(path):
-    """The index got the number of the closed stderr: what any library writes there, by this number,
-    would have gone into it. And what goes wrong was said on stdout, beside or as the JSON."""
+    """The index got the number of the closed stderr: anything a library writes to that number would
+    have gone into it. And errors went to stdout, beside the JSON or in its place."""
     done = ended(["sh", "-c", f"{SCRIPT} inspect --json --store {path}/none 2>&-"])
     assert (done.returncode, done.stdout) == (2, "")
     (segment,) = Shard(path).segments.glob("*.seg")
     segment.unlink()
-    os.mkfifo(segment)  # holds the reads up
+    os.mkfifo(segment)  # blocks the reads
     command = ["sh", "-c", f"exec {SCRIPT} verify --store {path} <&- >&- 2>&-"]
     with subprocess.Popen(command) as process:
-        behind = os.open(segment, os.O_WRONLY)  # until it is opened to be read
+        behind = os.open(segment, os.O_WRONLY)  # blocks until it is opened for reading
         fds = Path(f"/proc/{process.pid}/fd")
         held = [str((fds / number).readlink()) for number in "012"]
         process.kill()
@@ -652,7 +652,7 @@ def test_no_file_of_a_store_takes_the_place_of_a_closed_output(path):
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize("args", [["inspect", "--tree"], ["inspect", "--help"]])
 def test_a_stdout_that_cannot_spell_a_dash_gets_the_rest(path, encoding, args):
-    """A UnicodeEncodeError at "·" or "–": a traceback, and status 1."""
+    """At "·" or "–" there was a UnicodeEncodeError: a traceback, and status 1."""
     store = [] if "--help" in args else ["--store", path]
     done = run(*args, *store, env={**os.environ, "PYTHONIOENCODING": encoding}, encoding=encoding)
     assert (done.returncode, done.stderr) == (0, "")
@@ -660,7 +660,7 @@ def test_a_stdout_that_cannot_spell_a_dash_gets_the_rest(path, encoding, args):
 
 
 def on_a_terminal(columns, *args):
-    """(status, what a terminal of so many columns gets)."""
+    """(status, output) on a terminal of so many columns."""
     terminal, behind = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"}
     with subprocess.Popen([str(SCRIPT), *args], stdout=behind, env=environment) as process:
@@ -679,7 +679,7 @@ def test_a_narrow_terminal_gets_every_cell(path):
 
 @pytest.mark.parametrize("args", [["repack", "--dry-run"], ["verify"]], ids=str)
 def test_a_narrow_terminal_gets_every_digit_of_a_span(tmp_path, args):
-    """Of shards beside the first ids have 13 digits and more: they ended in "…"."""
+    """Ids in shards other than the first have 13 digits or more: they ended in "…"."""
     config = CONFIG.model_copy(update={"shard": 1})
     with impress.PrefixStore.open(tmp_path, GEOMETRY, "a test", config) as store:
         worth = np.ones((GEOMETRY.n_layers, len(PROMPT)), dtype=np.float32)
@@ -701,7 +701,7 @@ def test_ctrl_c_during_verify_is_one_line_and_2(path):
         segment.unlink()
         os.mkfifo(segment)
     terminal, behind = pty.openpty()
-    # A shell's background jobs ignore Ctrl-C, and so would what the tests start there.
+    # A shell's background jobs ignore Ctrl-C, and so would processes that tests start in one.
     code = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
         "os.execv(sys.argv[1], sys.argv[1:])"
@@ -720,7 +720,7 @@ def test_ctrl_c_during_verify_is_one_line_and_2(path):
 
 
 def drained(terminal):
-    """What comes from a terminal until its last writer is gone, which Linux calls an I/O error."""
+    """Everything a terminal gives until its last writer is gone, which Linux calls an I/O error."""
     shown = b""
     with suppress(OSError):
         while part := os.read(terminal, 4096):
@@ -768,7 +768,7 @@ def test_run_without_torch_says_what_to_install(tmp_path):
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
 def test_importing_the_engine_without_its_packages_says_what_to_install(missing):
-    """The README begins with this import, and all it said was that there is no such module."""
+    """The README begins with this import, and the error said only that there is no such module."""
     code = f"import sys; sys.modules[{missing!r}] = None; import impress.engines.hf"
     done = ended([sys.executable, "-c", code])
     assert done.stderr.splitlines()[-1] == (
@@ -778,15 +778,15 @@ def test_importing_the_engine_without_its_packages_says_what_to_install(missing)
 
 
 def test_a_text_is_the_same_prompt_from_a_file_and_from_stdin(tmp_path):
-    """Line ends of a file became others as it was read: what a program had stored of the same text
-    was no hit, and explain named a token in which they differ."""
+    """Line ends were changed as a file was read: KV that a program had stored for the same text was
+    no hit, and explain named a token in which they differ."""
     file, raw = tmp_path / "prompt.txt", "one\r\ntwo\rthree\nß"
     file.write_bytes(raw.encode())
     assert text_of(file) == raw
 
 
 def test_a_table_ends_where_nobody_reads_on(path, monkeypatch):
-    """A row a span, and a million spans: gigabytes were laid out for a table, once all was done."""
+    """With a row per span and a million spans, gigabytes were laid out for a table, at the end."""
     monkeypatch.setattr("impress.terminal.MOST_LINES", 1)
     for namespace in ("one more", "another"):
         with impress.PrefixStore.open(path, GEOMETRY, namespace, CONFIG) as other:
@@ -796,7 +796,7 @@ def test_a_table_ends_where_nobody_reads_on(path, monkeypatch):
 
 
 def test_what_nobody_expected_is_no_finding(monkeypatch, capsys):
-    """Its status was 1, which verify gives a store that is damaged: an alert went off."""
+    """An unexpected error had status 1, verify's for a damaged store: an alert went off."""
     monkeypatch.setattr("impress.cli.main.app", lambda **_: 1 / 0)
     with pytest.raises(SystemExit) as end:
         main.run()

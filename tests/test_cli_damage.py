@@ -1,4 +1,4 @@
-"""What commands say of a store that cannot be read whole, and of files they did not expect."""
+"""What commands say about a store that cannot be read whole, and about unexpected files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def half_lost(tmp_path):
-    """Two shards: the first has a prompt's first half, the second all of it, and no index."""
+    """Two shards: the first has a prompt's first half; the second has all of it, but no index."""
     path = tmp_path / "store"
     with opened(path) as first, opened(path) as second:
         put(first, PROMPT[:128])
@@ -62,8 +62,8 @@ def ids_of(folder, tokens=PROMPT):
 
 
 def test_a_shard_that_cannot_be_read_is_named(half_lost, tmp_path):
-    """Its spans counted as none, what it held was said to be stored nowhere: with status 0, and no
-    word of it anywhere."""
+    """Its spans counted as zero and what it held was said to be stored nowhere, with status 0 and
+    no word about the shard anywhere."""
     done, found = run_json("inspect", "--store", half_lost)
     assert done.returncode == 0 and found["failed_shards"] == ["1"]
     assert "shard 1 is left out" in done.stderr
@@ -95,7 +95,7 @@ def test_a_damaged_index_is_not_shown_as_an_empty_store(tmp_path):
 
 
 def test_the_index_that_is_damaged_is_named_once(path):
-    """Its path stood twice in the line: LMDB says it too."""
+    """Its path was in the line twice: LMDB's own message has it too."""
     index = path / "shards/main/index"
     (index / "data.mdb").write_bytes(b"no index" * 4096)
     done = run("repack", "--store", path, "--dry-run")
@@ -103,7 +103,7 @@ def test_the_index_that_is_damaged_is_named_once(path):
 
 
 def test_nothing_is_purged_where_a_shard_cannot_be_read(half_lost):
-    """The shards before it were purged, and what was said of it was the index alone."""
+    """The shards before it were purged, and the message about it named only the index."""
     done = run("purge", "--store", half_lost, "--namespace", "a test")
     assert_refused(done, "nothing is purged", "shard 1 cannot be read")
     with opened(half_lost, "r") as store:
@@ -119,7 +119,7 @@ def test_a_shard_that_is_just_being_made_is_no_failure(path):
 
 
 def test_no_size_is_negative_where_segments_are_short(path):
-    """`free -442368 B`, `full 147 %`, and no word of damage."""
+    """`inspect` said `free -442368 B`, `full 147 %`, and not a word about damage."""
     for segment in segment_paths(path / "shards/main/segments"):
         segment.unlink()
     _, found = run_json("inspect", "--store", path)
@@ -129,7 +129,7 @@ def test_no_size_is_negative_where_segments_are_short(path):
 
 
 def test_what_is_missing_is_not_hidden_by_the_room_of_other_segments(tmp_path):
-    """By sums a lost segment was `missing` only as far as the others were full."""
+    """Computed from sums, a lost segment was `missing` only as far as the others were full."""
     path = tmp_path / "store"
     with opened(path) as store:
         put(store, list(range(30 * 64)))
@@ -145,7 +145,7 @@ def test_what_is_missing_is_not_hidden_by_the_room_of_other_segments(tmp_path):
 
 
 def test_what_belongs_to_tenants_of_one_model_is_shown_in_one_order(tmp_path):
-    """By the hash seed another prompt was the nearest, and nothing said whose it was."""
+    """The hash seed decided which prompt was the nearest, and nothing said whose it was."""
     path = tmp_path / "store"
     with opened(path) as store:
         for tenant, tokens in (("a", PROMPT), ("b", FORK)):
@@ -182,7 +182,7 @@ def test_a_prompt_in_a_running_store_is_said_to_be_as_last_saved(path, tmp_path)
     ],
 )
 def test_beside_a_model_json_is_token_ids_where_all_are_integers(tmp_path, text, is_text):
-    """A document of JSON records that `run` had stored: "want integers, got object"."""
+    """A document of JSON records that `run` had stored got "want integers, got object"."""
     (tmp_path / "prompt").write_text(text)
     assert isinstance(_prompt(tmp_path / "prompt"), str) == is_text
 
@@ -196,21 +196,21 @@ def test_a_policy_that_nothing_would_use_is_refused(path, tmp_path):
     "text", ["impress_tier_used_bytes 5\n", "impress_hits_total NaN\n", "impress_hits_total +Inf\n"]
 )
 def test_numbers_that_are_none_are_no_stores_metrics(monkeypatch, text):
-    """A traceback."""
+    """They ended in a traceback."""
     monkeypatch.setattr(impress.cli.live, "_scrape", lambda port: text)
     with pytest.raises(impress.StoreFailed, match="port 9400"):
         impress.cli.live.live_counters(9400, b"")
 
 
 def test_an_index_of_weights_that_names_no_files_is_one_line(tmp_path):
-    """A traceback of a path made of a number."""
+    """It ended in a traceback about a path made of a number."""
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}')
     with pytest.raises(impress.BadInput, match="cannot read"):
         weight_files(tmp_path)
 
 
 def test_a_link_is_written_through(tmp_path):
-    """As to /dev/stdout, which a report would have taken the place of."""
+    """One such link is /dev/stdout, which a report would have replaced."""
     (tmp_path / "link.json").symlink_to(tmp_path / "report.json")
     options.write_json(tmp_path / "link.json", {"a": 1})
     assert (tmp_path / "link.json").is_symlink()
@@ -236,7 +236,7 @@ def test_an_answer_is_printed_as_it_is(capsys):
 
 
 def test_a_full_disk_leaves_the_report_of_before(tmp_path, monkeypatch):
-    """The file of before was emptied first."""
+    """The earlier report was emptied first."""
     report = tmp_path / "report.json"
     report.write_text("{}")
 
@@ -256,8 +256,8 @@ def test_a_full_disk_leaves_the_report_of_before(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", ["n_layers", "window", "uuid"])
 def test_rebuild_does_not_go_by_an_identity_that_no_header_fits(path, what):
-    """A bit of impress.json, which has no checksum: all headers counted as cut off, or as another
-    store's, and an index of no spans took the old one's place."""
+    """One bad bit in impress.json, which has no checksum: all headers counted as cut off, or as
+    another store's, and an index without spans took the old one's place."""
     identity = path / "impress.json"
     was = identity.read_text()
     found = json.loads(was)
@@ -276,7 +276,7 @@ def test_rebuild_does_not_go_by_an_identity_that_no_header_fits(path, what):
 
 @pytest.mark.parametrize("how", ["renamed", "copied"])
 def test_nothing_is_purged_where_a_folder_was_renamed_or_copied(path, how):
-    """It said "erased" of what was left in there whole, and a rebuild brought it back."""
+    """`purge` said "erased" while that folder kept all of it, and a rebuild brought it back."""
     main, other = path / "shards/main", path / "shards/1"
     if how == "renamed":
         main.rename(other)
@@ -296,8 +296,8 @@ def test_nothing_is_purged_where_a_folder_was_renamed_or_copied(path, how):
 @pytest.mark.parametrize("how", ["renamed", "copied"])
 @pytest.mark.parametrize("name", ["main.bak", "4096"])
 def test_a_folder_under_no_shards_name_is_named_and_nothing_is_purged(path, how, name):
-    """Nobody looked there: "erased" was said while all of it lay in the copy, and a folder that was
-    moved away left a sound store."""
+    """No command looked there: `purge` said "erased" while all of it lay in the copy, and a store
+    whose folder was moved away passed for sound."""
     main, other = path / "shards/main", path / "shards" / name
     if how == "renamed":
         main.rename(other)
@@ -318,7 +318,7 @@ def test_a_folder_under_no_shards_name_is_named_and_nothing_is_purged(path, how,
 
 
 def test_a_folder_beside_the_shards_that_may_not_be_looked_into_is_named(path, monkeypatch):
-    """A copy that root had made took `inspect`, `verify` and `explain` away from everybody else."""
+    """A copy made by root kept everybody else from using `inspect`, `verify` and `explain`."""
     for name in ("main.bak", "lost+found"):
         (path / "shards" / name).mkdir()
     real = Path.iterdir
@@ -337,7 +337,7 @@ def test_a_folder_beside_the_shards_that_may_not_be_looked_into_is_named(path, m
 
 
 def test_a_renamed_folder_is_unsound_also_once_a_writer_has_opened_it(path):
-    """Its index has lost the spans by then, and verify said "sound" of full segments."""
+    """Its index has lost the spans by then, and `verify` said "sound" of full segments."""
     (path / "shards/main").rename(path / "shards/1")
     with impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG.model_copy(update={"shard": 1})):
         pass
@@ -346,7 +346,7 @@ def test_a_renamed_folder_is_unsound_also_once_a_writer_has_opened_it(path):
 
 
 def test_segments_of_two_folders_in_one_are_moved_and_made_again(path):
-    """To rename it back made the others the strange ones: there was no way to purge any more."""
+    """Renaming it back made the other segments the strange ones: no purge was possible any more."""
     main, other = path / "shards/main", path / "shards/1"
     main.rename(other)
     mine = CONFIG.model_copy(update={"shard": 1})
@@ -368,7 +368,7 @@ def test_segments_of_two_folders_in_one_are_moved_and_made_again(path):
 
 
 def test_commands_that_only_look_hold_up_no_writer(tmp_path):
-    """While inspect was open a full store refused every prompt: what it evicted stayed in limbo."""
+    """While `inspect` was open, a full store refused every prompt: evictions stayed in limbo."""
     path = tmp_path / "store"
     small = CONFIG.model_copy(update={"segment_bytes": 1 << 20, "disk_bytes": 1 << 20})
     with impress.PrefixStore.open(path, GEOMETRY, "a test", small) as store:
@@ -384,7 +384,7 @@ def test_commands_that_only_look_hold_up_no_writer(tmp_path):
 
 
 def test_a_shard_that_may_not_be_listed_is_named(path, monkeypatch, tmp_path):
-    """Of another user, in a shared directory: the whole command failed."""
+    """With another user's shard in a shared directory, the whole command failed."""
     with opened(path), impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG) as second:
         put(second, [9, *PROMPT[1:]])
     real = Path.iterdir
@@ -403,7 +403,7 @@ def test_a_shard_that_may_not_be_listed_is_named(path, monkeypatch, tmp_path):
 
 
 def test_verify_and_rebuild_name_a_folder_that_was_renamed(path):
-    """`sound`, though nobody was served any of it; and headers "that do not read back whole"."""
+    """`verify`: `sound`, though nobody was served it; `rebuild`: "that do not read back whole"."""
     main, other = path / "shards/main", path / "shards/1"
     main.rename(other)
     done, found = run_json("verify", "--store", path)
@@ -423,8 +423,8 @@ def test_verify_and_rebuild_name_a_folder_that_was_renamed(path):
     ids=["float", "none", "text", "no size of a window", "no uuid", "a short uuid"],
 )  # fmt: skip
 def test_an_identity_with_a_field_of_another_kind_is_no_identity(path, harm):
-    """`verify` and `rebuild` ended in a traceback, or every span was said to be damaged: "window
-    16, the store's is 16"."""
+    """`verify` and `rebuild` ended in a traceback or called every span damaged: "window 16, the
+    store's is 16"."""
     identity = path / "impress.json"
     identity.write_text(json.dumps({**json.loads(identity.read_text()), **harm}))
     for command in ("verify", "inspect"):
@@ -434,7 +434,7 @@ def test_an_identity_with_a_field_of_another_kind_is_no_identity(path, harm):
 
 
 def test_a_dry_run_of_a_rebuild_says_what_would_be_made(path):
-    """It said that the identity was made again, and there was none."""
+    """It said that the identity had been made again, but there was none."""
     (path / "impress.json").unlink()
     done = run("rebuild", "--store", path, "--dry-run")
     assert "impress.json was missing: would be made again" in done.stdout, done
@@ -443,7 +443,7 @@ def test_a_dry_run_of_a_rebuild_says_what_would_be_made(path):
 
 
 def test_an_identity_is_made_again_from_what_most_headers_say(path, tmp_path):
-    """From that of the highest number: a shard's that was copied here from another store."""
+    """It was made from the highest-numbered one, in a shard copied here from another store."""
     with opened(tmp_path / "other") as main, opened(tmp_path / "other") as second:
         put(main, FORK)
         put(second, PROMPT)

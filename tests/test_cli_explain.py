@@ -37,7 +37,7 @@ def path(tmp_path):
 
 
 def explained(path, tokens, *args):
-    """What it says of a prompt: (the process, the JSON object it wrote)."""
+    """What it says about a prompt: (the process, the JSON object it wrote)."""
     ids, told = path.parent / "ids.json", path.parent / "told.json"
     ids.write_text(json.dumps(list(map(int, tokens))))
     done = run("explain", "--store", path, "--prefix", ids, "--json", told, *args)
@@ -58,7 +58,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 @given(stored=st.lists(TOKENS, max_size=8), asked=TOKENS)
 @settings(max_examples=300)
 def test_the_nearest_stored_prompt_is_the_one_that_agrees_longest(stored, asked):
-    """Against comparing with every stored prompt, token by token; windows of two tokens."""
+    """Checked against every stored prompt, compared token by token; windows of two tokens."""
 
     def windows(tokens):
         return np.array(tokens[: len(tokens) // 2 * 2], dtype="<i4").tobytes()
@@ -98,7 +98,7 @@ def test_a_whole_hit_says_which_nodes_hold_it_and_what_it_costs(path):
 
 
 def test_a_span_in_two_nodes_is_one_line_and_the_next_ones_leases_are_its_own(path):
-    """Lines went by nodes, holds by spans: the next span had the leases of this one's rest."""
+    """Lines went by node, holds by span: the next span was given the leases of this one's rest."""
     longer = [*PROMPT, *range(9000, 9064)]
     with opened(path) as store:
         for _ in range(2):

@@ -32,7 +32,7 @@ CONFIG = impress.Config(segment_bytes=1 << 20, dram_bytes=0, io_threads=2)
 
 
 def saved_model(folder, n_layers=2, seed=0, dtype=torch.float32):
-    """A random Llama and a tokenizer of one token a word."""
+    """A random Llama and a tokenizer with one token per word."""
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["?", *WORDS])}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?").save_pretrained(
@@ -49,7 +49,7 @@ def saved_model(folder, n_layers=2, seed=0, dtype=torch.float32):
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A folder with model, text, and a store that has the text under the records of quality."""
+    """A folder with a model, a text, and a store that has the text with quality's records."""
     folder = tmp_path_factory.mktemp("explain")
     saved_model(folder / "model")
     (folder / "text").write_text(TEXT)
@@ -59,7 +59,7 @@ def here(tmp_path_factory):
 
 
 def serve_once(model, store, config=CONFIG):
-    """The text is answered by the model, loaded in float32, and stored."""
+    """Have the text answered by the model, loaded in float32, and stored."""
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     ids = torch.tensor([[WORDS.index(word) + 1 for word in TEXT.split()]])
     with hf.attach(loaded, store, config=config) as engine:
@@ -96,7 +96,7 @@ def test_another_model_of_the_same_shape_finds_its_own_namespace_empty(here, cap
 def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked_about_it(
     here, tmp_path, command
 ):
-    """Transformers asked on the terminal, into the JSON, for 15 s each time; on a yes it ran."""
+    """Transformers asked on the terminal, amid the JSON, for 15 s each time; a yes ran the code."""
     model = saved_model(tmp_path / "model")
     (model / "my.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(9)\n")
     config = json.loads((model / "config.json").read_text())
@@ -113,7 +113,7 @@ def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked_about_it(
 def test_a_miss_says_what_was_assumed_where_the_model_stored_it_under_other_keys(
     here, capsys, how, tmp_path
 ):
-    """It said "miss, under this model's", of what was stored for another engine or tenant."""
+    """The report said "miss, under this model's" of text stored for another engine or tenant."""
     (tmp_path / "secret").write_bytes(b"s" * 32)
     (tmp_path / "secret").chmod(0o600)
     keyed = {"tenant_secret_file": str(tmp_path / "secret")} if how == "secret" else {}
@@ -135,7 +135,7 @@ def test_a_miss_says_what_was_assumed_where_the_model_stored_it_under_other_keys
 
 @pytest.mark.parametrize("query", [None, "w1 w2"])
 def test_a_model_is_looked_for_in_the_dtype_its_service_loaded_it_in(here, capsys, tmp_path, query):
-    """Where its config names another it said "never a hit", of a store that was being hit."""
+    """Where its config names another, explain said "never a hit" of a store that was being hit."""
     saved_model(tmp_path / "model", dtype=torch.bfloat16)
     assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == "bfloat16"
     serve_once(tmp_path / "model", tmp_path / "store")
@@ -178,7 +178,7 @@ def test_a_store_of_another_geometry_is_never_a_hit(here, capsys):
     ],
 )  # fmt: skip
 def test_a_model_that_is_not_served_is_refused_by_name(here, tmp_path, config, said, query):
-    """Where its config has no number of heads a traceback, else a plain miss."""
+    """A model whose config has no number of heads was a traceback, any other a plain miss."""
     saved_model(tmp_path)
     config.save_pretrained(tmp_path)
     with pytest.raises(Unsupported, match=said):
@@ -208,7 +208,7 @@ def test_token_ids_and_a_query_go_together(here):
 
 @pytest.mark.parametrize("query", [None, "w1"])
 def test_integers_apart_by_white_space_are_token_ids_with_a_model_too(here, capsys, query):
-    """As the help says: their digits were tokenised as a text, and a stored prompt was a miss."""
+    """As the help says; their digits were tokenised as text, so a stored prompt was a miss."""
     ids = [WORDS.index(word) + 1 for word in TEXT.split()]
     (here / "ids.txt").write_text("\n".join(map(str, ids)) + "\n")
     found = told(here, text="ids.txt", query=query)
@@ -221,8 +221,8 @@ def test_integers_apart_by_white_space_are_token_ids_with_a_model_too(here, caps
 
 @pytest.mark.parametrize("kind", ["token ids", "text"])
 def test_a_prompt_may_come_from_a_pipe(here, kind):
-    """Of --prefix /dev/stdin token ids were read twice: it said that they are empty, and of a named
-    pipe it waited for whoever would write to it again."""
+    """Token ids were read twice: from --prefix /dev/stdin they were then said to be empty, and on a
+    named pipe explain waited for somebody to write to it again."""
     seen, behind = os.pipe()
     with os.fdopen(behind, "w") as pipe:
         ids = " ".join(str(WORDS.index(word) + 1) for word in TEXT.split())
@@ -233,7 +233,7 @@ def test_a_prompt_may_come_from_a_pipe(here, kind):
 
 
 def test_brackets_nested_deeper_than_json_is_read_are_a_text(here, capsys):
-    """A RecursionError: a traceback, and status 1."""
+    """They ended in a RecursionError: a traceback, and status 1."""
     (here / "deep").write_text("[" * 100_000)
     assert told(here, text="deep")["read_as"] == "text"
 
@@ -246,7 +246,7 @@ def test_a_request_that_misses_says_so(here, capsys):
 
 
 def test_a_prompt_longer_than_the_model_takes_is_refused(here, tmp_path):
-    """It named --max-new-tokens where no number of them helps, and to explain, which has none."""
+    """The error named --max-new-tokens where no value of it helps, and in explain, without one."""
     (here / "long").write_text(TEXT * 4)
     with pytest.raises(BadInput, match=r"more than the model's 512; shorten the text$"):
         told(here, text="long", query="w1")
@@ -274,8 +274,8 @@ def test_run_answers_on_a_full_disk_as_its_help_says(here, tmp_path, monkeypatch
 def test_run_answers_where_storing_fails_as_its_help_says(
     here, tmp_path, monkeypatch, capsys, what
 ):
-    """Of rows that are no numbers, or a commit that the disk refused, there was an error in the
-    answer's place, and status 2."""
+    """Where rows were not numbers, or the disk refused a commit, there was an error in place of the
+    answer, and status 2."""
     commit = Index.commit
 
     def full(index, put, *args, **named):
@@ -300,7 +300,7 @@ def test_run_answers_where_storing_fails_as_its_help_says(
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "empty"])
 def test_weights_whose_download_was_cut_off_are_refused(here, tmp_path, kind):
-    """SafetensorError and what torch raises are nobody's OSError: a traceback, and status 1."""
+    """SafetensorError and torch's errors are not OSErrors: they were tracebacks, with status 1."""
     saved_model(tmp_path)
     weights = tmp_path / "model.safetensors"
     if kind != "safetensors":
@@ -315,11 +315,11 @@ def test_weights_whose_download_was_cut_off_are_refused(here, tmp_path, kind):
 
 
 def test_a_tokenizer_whose_download_was_cut_off_is_refused(here, tmp_path):
-    """The Rust tokenizers raise a bare Exception: a traceback, and status 1."""
+    """The Rust tokenizers raise a bare Exception, which was a traceback, and status 1."""
     saved_model(tmp_path)
     tokenizer, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     os.truncate(tokenizer, tokenizer.stat().st_size // 2)
-    # As checkpoints that were not saved just now have it; without it Transformers reads the JSON.
+    # Checkpoints not saved just now have this key; without it Transformers reads the JSON.
     told_by_it = {**json.loads(settings.read_text()), "added_tokens_decoder": {}}
     settings.write_text(json.dumps(told_by_it))
     with pytest.raises(BadInput, match=r"its tokenizer does not load; .* fetch it again"):
@@ -333,7 +333,7 @@ def test_a_tokenizer_whose_download_was_cut_off_is_refused(here, tmp_path):
     [("tokenizer.json", ""), ("tokenizer.json", "{}"), ("tokenizer_config.json", "{")],
 )
 def test_a_tokenizers_file_that_is_damaged_is_named(here, tmp_path, name, text):
-    """It read "Expecting value: line 1 column 1", or 'added_tokens', of no file."""
+    """The error read "Expecting value: line 1 column 1", or 'added_tokens', and named no file."""
     saved_model(tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(BadInput, match=rf"its tokenizer does not load; .* \({name}: "):
@@ -348,7 +348,7 @@ def test_a_tokenizers_file_that_is_damaged_is_named(here, tmp_path, name, text):
 def test_a_config_that_transformers_finds_wrong_is_one_line_and_2(
     here, tmp_path, wrong, said, query
 ):
-    """A class of its own for a field, or for two that are at odds: a traceback, and status 1."""
+    """Transformers' own error class, for a field or two at odds, was a traceback, and status 1."""
     saved_model(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
@@ -360,7 +360,7 @@ def test_a_config_that_transformers_finds_wrong_is_one_line_and_2(
 
 
 def test_a_checkpoint_whose_quantiser_is_not_installed_is_refused(here, tmp_path):
-    """An ImportError of Transformers: a traceback, and status 1."""
+    """The ImportError that Transformers raises was a traceback, and status 1."""
     saved_model(tmp_path)
     file = tmp_path / "config.json"
     quantised = {**json.loads(file.read_text()), "quantization_config": {"quant_method": "vptq"}}
@@ -373,7 +373,7 @@ def test_a_checkpoint_whose_quantiser_is_not_installed_is_refused(here, tmp_path
 
 
 def test_a_pad_token_in_a_text_is_meant(here, tmp_path):
-    """Texts are not padded: one that holds the token was refused as if it were."""
+    """Texts are not padded, but one that holds the pad token was refused as if it were."""
     saved_model(tmp_path)
     settings = tmp_path / "generation_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token_id": 8}))

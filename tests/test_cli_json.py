@@ -1,4 +1,4 @@
-"""--json FILE of repack, explain and demo: - is stdout, what cannot be written is said at once."""
+"""--json FILE of repack, explain and demo: - is stdout; an unwritable file is said at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_repack_prints_its_report_and_nothing_else(path: Path) -> None:
-    """- was the name of a file."""
+    """- was taken for the name of a file."""
     done = run("repack", "--store", path, "--dry-run", "--json", "-", cwd=path.parent)
     assert done.returncode == 0 and not (path.parent / "-").exists()
     found = json.loads(done.stdout)
@@ -58,7 +58,7 @@ def test_an_option_is_not_taken_for_the_file(path: Path, args: tuple[str, ...]) 
 
 
 def test_a_shard_that_repack_leaves_alone_is_in_its_report_and_status(path: Path) -> None:
-    """Its report had the other shards alone, and status 0."""
+    """The report had only the other shards, and the status was 0."""
     args = ("repack", "--store", path, "--json", "-")
     with opened(path):
         with impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG) as second:
@@ -68,13 +68,13 @@ def test_a_shard_that_repack_leaves_alone_is_in_its_report_and_status(path: Path
         done = run(*args)
         assert done.returncode == 1 and json.loads(done.stdout)["busy_shards"] == ["main"]
         assert f"process {os.getpid()}: stop that process" in done.stderr
-        assert done.stderr.startswith("impress: ")  # as of purge and rebuild
+        assert done.stderr.startswith("impress: ")  # as with purge and rebuild
     done = run(*args)
     assert done.returncode == 0 and json.loads(done.stdout)["busy_shards"] == []
 
 
 def test_a_shard_that_fails_keeps_repack_from_no_other(tmp_path: Path) -> None:
-    """Nothing of the shards before it was reported, those behind it were not looked at."""
+    """The shards before it were not reported, and those after it were not looked at."""
     worth = np.ones((GEOMETRY.n_layers, len(PROMPT)), dtype=np.float32)
     path, report = tmp_path / "store", tmp_path / "report.json"
     with ExitStack() as stack:
@@ -98,7 +98,7 @@ def test_a_shard_that_fails_keeps_repack_from_no_other(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_rebuild_leaves_alone_is_in_its_report_and_status(path: Path) -> None:
-    """Its status was 0: done. And what it said of the shard were no options of the command."""
+    """Its status was 0: done. And its advice about the shard named no options of this command."""
     with opened(path):
         done = run("rebuild", "--store", path)
         assert_refused(done, f"shard main is open for writing by process {os.getpid()}: stop that")
@@ -118,13 +118,13 @@ def test_a_shard_that_rebuild_leaves_alone_is_in_its_report_and_status(path: Pat
 def test_a_file_that_cannot_be_written_is_said_before_the_work(
     path: Path, tmp_path: Path, command: str
 ) -> None:
-    """It was said when the work was done: after minutes of a demo, or with the rows moved."""
+    """The error came once the work was done: after minutes of a demo, or with the rows moved."""
     if command == "demo":
         pytest.importorskip("torch")
         pytest.importorskip("transformers")
     of = {
         "repack": ["--store", path],
-        "explain": ["--store", path, "--prefix", tmp_path / "none"],  # what it would say next
+        "explain": ["--store", path, "--prefix", tmp_path / "none"],  # its next error otherwise
         "demo": ["--dir", tmp_path / "out"],
     }[command]
     (tmp_path / "closed").mkdir(0o500)

@@ -113,8 +113,8 @@ def test_verify_skips_spans_that_a_writer_evicts_meanwhile(path):
 
 
 def test_verify_does_not_take_an_index_that_goes_bad_for_evictions(path):
-    """Of a span that the index does not name any more nothing is told: where it was gone as a
-    whole, no problem was, and what was damaged passed for sound."""
+    """Nothing is reported about a span that the index no longer names. When the whole index was
+    gone, no problem was reported either, and damaged spans passed for sound."""
     flip_a_bit(path, records_of(path)[1].parts[0], off=8192 + 5)
 
     def goes(done, of):
@@ -126,7 +126,7 @@ def test_verify_does_not_take_an_index_that_goes_bad_for_evictions(path):
 
 
 def test_verify_does_not_miss_an_index_that_a_purge_is_putting_in_place(path, monkeypatch):
-    """Between the purge's two renames there is none: of a sound store it was said to be missing."""
+    """Between the purge's two renames there is no index: a sound store's was reported missing."""
     index, n_reads = Shard(path).index, itertools.count()
     gone = index.with_name(GONE)
 

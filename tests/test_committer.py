@@ -1,4 +1,4 @@
-"""Whatever goes wrong in the committer or on the way to it: who waits is told, nothing leaks."""
+"""Errors in the committer or on the way to it: whoever waits is told, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def no_memory(*_args: Any, **_options: Any) -> Any:
 
 @contextlib.contextmanager
 def one_batch(store: impress.PrefixStore) -> Iterator[Committer]:
-    """The committer takes up as one what it is given meanwhile."""
+    """The committer is held meanwhile, and takes up all that it is given as one batch."""
     held, go = threading.Event(), threading.Event()
     committer = store._home.committer
     assert committer is not None
@@ -64,7 +64,7 @@ def two_together(store: impress.PrefixStore) -> tuple[impress.Stored, impress.St
 
 
 def two_of_the_same(store: impress.PrefixStore) -> list[writer.Writer]:
-    """Writers with all rows of one prompt: what either stores the other has, too."""
+    """Two writers, each with all rows of the same prompt: what one stores, the other has, too."""
     writers = [store.writer(prompt(64, 1)).__enter__() for _ in range(2)]
     for begun in writers:
         for layer in range(store.geometry.n_layers):
@@ -73,7 +73,7 @@ def two_of_the_same(store: impress.PrefixStore) -> list[writer.Writer]:
 
 
 def nothing_is_back(store: impress.PrefixStore, open_store: Open) -> None:
-    """With the next open, after a purge."""
+    """After a purge, the next open brings nothing back."""
     geometry = store.geometry
     store.close()
     again = open_store(geometry)
@@ -82,7 +82,7 @@ def nothing_is_back(store: impress.PrefixStore, open_store: Open) -> None:
 
 
 def sound(store: impress.PrefixStore, seeds: list[int]) -> None:
-    """What was READY is served, what is stored now comes to be, and all space is somebody's."""
+    """What was READY is served, what is stored now becomes READY, and all space has an owner."""
     assert store._home.committer is not None
     store._home.committer.take_failure()
     put_prompt(store, prompt(64, 9)).wait(60)
@@ -96,7 +96,7 @@ def sound(store: impress.PrefixStore, seeds: list[int]) -> None:
 def test_who_stores_together_with_one_that_fails_is_stored(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A MemoryError at one header lost the whole batch: who waited without a limit waited on."""
+    """A MemoryError at one header lost the whole batch: a wait without a limit never ended."""
     store = open_store(geometry)
     write, calls = Headers.write, []
 
@@ -115,7 +115,7 @@ def test_who_stores_together_with_one_that_fails_is_stored(
 def test_who_stores_together_with_one_that_a_failed_sync_may_have_lost_is_stored(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """What was begun after the failure lost nothing by it: it does not fall with what was begun
+    """A store begun after the failed sync lost nothing by it: it does not fail with those begun
     before."""
     store = open_store(geometry)
     with one_batch(store):
@@ -131,7 +131,7 @@ def test_who_stores_together_with_one_that_a_failed_sync_may_have_lost_is_stored
 def test_what_fails_behind_a_header_gives_no_space_back_twice(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a header did not need was given back before the record said so: then all of it again."""
+    """What a header did not need was freed before the record said so, and then freed once more."""
     store = open_store(geometry)
     with monkeypatch.context() as patch:
         patch.setattr("impress.write.headers.replace", no_memory)
@@ -158,8 +158,8 @@ def test_a_transaction_without_memory_fails_its_stores_and_gives_their_space_bac
 def test_a_failure_behind_the_transaction_is_told_to_all_and_takes_no_space_from_a_span(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index names them by then: to give their space to others would be two owners of it. They
-    were in no tree, where a purge would have found them, and back with the next open."""
+    """By then the index names these spans: giving their space to others would make two owners. They
+    were in no tree, so a purge did not find them, and they were back with the next open."""
     store = open_store(geometry)
     assert store._home.committer is not None
     with monkeypatch.context() as patch:
@@ -171,14 +171,14 @@ def test_a_failure_behind_the_transaction_is_told_to_all_and_takes_no_space_from
     put_prompt(store, prompt(64, 9)).wait(60)
     assert_serves(store, prompt(64, 9), 64)
     assert store.purge() == (1, 0)
-    assert store.ssd.usage().used == 0  # what none of them is seen of, too
+    assert store.ssd.usage().used == 0  # that of the spans no tree shows is free, too
     nothing_is_back(store, open_store)
 
 
 def test_a_copy_that_the_tree_does_not_show_is_not_back_after_a_purge(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index named it, the tree the span it was a copy of: a purge took out the latter."""
+    """The index named the copy, the tree its original, and a purge took out only the latter."""
     store = open_store(geometry)
     put_prompt(store, prompt(256, 1)).wait(60)
     look(store, prompt(256, 1))
@@ -195,8 +195,8 @@ def test_a_copy_that_the_tree_does_not_show_is_not_back_after_a_purge(
 def test_what_a_copy_that_is_not_shown_was_made_of_is_given_up_too(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tree went on showing it where the index did not name it any more: it was served, and so
-    not stored again, and gone with the next open, with all that had been stored behind it."""
+    """The tree went on showing the original, which the index no longer named: it was served, so not
+    stored again, and gone with the next open, with all that had been stored after it."""
     store = open_store(geometry)
     for n in (256, 512):
         put_prompt(store, prompt(n, 1)).wait(60)
@@ -219,8 +219,8 @@ def test_what_a_copy_that_is_not_shown_was_made_of_is_given_up_too(
 def test_what_another_was_before_is_not_back_after_an_error_and_a_purge(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index named it, no tree showed it, and it was crossed off as dealt with: a purge took
-    out the other one, and with the next open the prompt was served again."""
+    """The index named the later copy, no tree showed it, and it was crossed off as dealt with: a
+    purge took out the other one, and with the next open the prompt was served again."""
     store = open_store(geometry)
     committer = store._home.committer
     assert committer is not None
@@ -260,7 +260,7 @@ def test_a_span_that_left_the_tree_and_was_told_to_nobody_goes_with_a_purge(
 def test_a_store_whose_end_fails_is_its_own_error(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those behind it in the batch were not published, and told of an error that was not theirs."""
+    """Stores after it in the batch were not published, and were told an error not their own."""
     store = open_store(geometry)
     done, calls = admission.Admission._done, []
 
@@ -278,8 +278,8 @@ def test_a_store_whose_end_fails_is_its_own_error(
 def test_no_memory_even_to_say_so_leaves_nobody_waiting_and_forgets_nothing(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The words for an error are made where memory is short, or a handler of the log's fails: that
-    error ended the batch, its stores were waited for without an end, a purge passed for done."""
+    """An error's message is made where memory is short, or a handler of the log fails: this second
+    error ended the batch, its stores were waited for without end, and a purge passed for done."""
     store = open_store(geometry)
     put_prompt(store, prompt(64, 3)).wait(60)
     with monkeypatch.context() as patch:
@@ -297,8 +297,8 @@ def test_no_memory_even_to_say_so_leaves_nobody_waiting_and_forgets_nothing(
 def test_what_cannot_even_be_told_is_deleted_with_the_next_turn(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No memory to note the error for the next flush, either: deletes that failed are kept, or
-    evicted spans would be back with the next open."""
+    """There is no memory to note the error for the next flush, either: deletes that failed are
+    kept, or evicted spans would be back with the next open."""
     store = open_store(geometry)
     put_prompt(store, prompt(64, 1)).wait(60)
     committer = store._home.committer
@@ -358,7 +358,7 @@ def test_what_cannot_be_taken_back_yet_keeps_no_other_delete(
 def test_a_close_saves_what_it_can(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of its last reclaiming ended the thread before its last transaction."""
+    """An error in the committer's last reclaiming ended its thread before the last transaction."""
     store = open_store(geometry)
     put_prompt(store, prompt(64, 1)).wait(60)
     assert_serves(store, prompt(64, 1), 64)
@@ -391,7 +391,7 @@ def test_until_what_no_tree_shows_is_out_of_the_index_a_purge_fails(
 def test_an_error_in_one_job_of_a_batch_leaves_nobody_of_the_others_waiting(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stood behind it was forgotten: a repacker waited for minutes, space was nobody's."""
+    """The jobs after it were forgotten: a repacker waited for minutes, and space had no owner."""
     store = open_store(geometry)
     assert store._home.committer is not None
     put_prompt(store, prompt(64, 3)).wait(60)
@@ -416,7 +416,7 @@ def test_an_error_in_one_job_of_a_batch_leaves_nobody_of_the_others_waiting(
             for job in (swap, intent, trial):
                 committer._put(job)
         assert committer.barrier(60)
-    assert stored.wait(0)  # nothing that came behind it makes it undone
+    assert stored.wait(0)  # nothing that came after it undoes it
     assert outcomes == [Swapped.GONE]
     assert intent.ended.is_set() and trial.ended.is_set() and trial.error is None
     store.evict(1 << 30)
@@ -427,7 +427,7 @@ def test_an_error_in_one_job_of_a_batch_leaves_nobody_of_the_others_waiting(
 def test_a_committer_without_memory_to_draw_a_batch_goes_on_when_there_is_some(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread ended: who waited for a store without a limit waited for ever."""
+    """Its thread ended: whoever waited for a store without a limit waited for ever."""
     store = open_store(geometry)
     add, calls = Batch.add, []
 
@@ -474,7 +474,7 @@ def test_a_store_that_fails_on_its_way_leaves_no_slot_and_no_space_taken(
     where: Any, what: str, open_store: Open, geometry: impress.Geometry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """They were out of the pool, or reserved, and nobody's until the process ended."""
+    """They were out of the pool, or reserved, with no owner until the process ended."""
     store = open_store(geometry, daily_write_bytes=64 << 20)
     left = store._home.budget.left_bytes
     with monkeypatch.context() as patch:
@@ -491,7 +491,7 @@ def test_a_store_that_fails_on_its_way_leaves_no_slot_and_no_space_taken(
 def test_how_often_prefixes_were_leased_outlives_a_kill(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """It was saved by a clean close alone: what a killed server found hot was evicted first."""
+    """Only a clean close saved it: what a killed server had found hot was evicted first."""
     store = open_store(geometry)
     for seed in (1, 2):
         put_prompt(store, prompt(64, seed)).wait(60)
@@ -510,8 +510,8 @@ def test_how_often_prefixes_were_leased_outlives_a_kill(
 def test_history_that_could_not_be_saved_is_saved_with_the_next(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a full disk did not take counted as saved: of a span that was not asked for again
-    before the end it was lost."""
+    """What a full disk did not take counted as saved: the history of a span that was not asked for
+    again before the end was lost."""
     store = open_store(geometry)
     put_prompt(store, prompt(64, 1)).wait(60)
     look(store, prompt(64, 1))
@@ -535,8 +535,8 @@ def test_history_that_could_not_be_saved_is_saved_with_the_next(
 def test_a_ledger_that_cannot_be_written_down_loses_no_history_and_holds_up_no_close(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What requests had shown counted as saved, and was not; `close` raised, and its shard stayed
-    locked: one guard_shadows too large for the ledger's format did that."""
+    """What requests had shown counted as saved but was not; `close` raised, and its shard stayed
+    locked: a single guard_shadows too large for the ledger's format was enough."""
     store = open_store(geometry)
     put_prompt(store, prompt(64, 1)).wait(60)
     look(store, prompt(64, 1))
@@ -568,8 +568,8 @@ def test_a_ledger_that_cannot_be_written_down_loses_no_history_and_holds_up_no_c
 def test_what_fails_behind_a_give_back_gives_no_space_back_twice(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that another was before had given its space back; what came behind that failed, and
-    the committer gave it back once more: to two owners, had somebody reserved it meanwhile."""
+    """A store that another had preceded gave its space back; the step after that failed, and the
+    committer gave it back once more: to two owners, had somebody reserved it meanwhile."""
     store = open_store(geometry)
     done = admission.Admission._done
     writers = two_of_the_same(store)
@@ -587,8 +587,8 @@ def test_what_fails_behind_a_give_back_gives_no_space_back_twice(
 def test_a_check_finds_what_is_on_its_way_out_though_its_copies_are_still_going(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until all copies had gone it was out of the catalog and not yet in limbo: its space seemed to
-    be nobody's."""
+    """Until all its copies had gone, a span was out of the catalog and not yet in limbo: its space
+    seemed to have no owner."""
     store = open_store(geometry, follow_every_s=0, repack_every_s=0)
     for seed in (1, 2):
         put_prompt(store, prompt(64, seed)).wait(60)
@@ -616,8 +616,8 @@ def test_a_check_finds_what_is_on_its_way_out_though_its_copies_are_still_going(
 def test_a_write_that_cannot_be_queued_is_not_waited_for(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was counted as under way: the committer waited two minutes for it with every batch, and
-    its space stayed nobody's."""
+    """The write counted as under way: the committer waited two minutes for it with every batch, and
+    its space had no owner."""
     store = open_store(geometry)
     with monkeypatch.context() as patch:
         patch.setattr(store._pool, "submit", no_memory)
@@ -632,8 +632,8 @@ def test_a_write_that_cannot_be_queued_is_not_waited_for(
 def test_an_id_that_is_noted_to_be_erased_is_not_given_to_another(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Its note went with what was erased before: of the second copy in a row that a kill cut off
-    nobody knew any more."""
+    """Erasing what was noted before removed the new note under the same id: of two copies in a row
+    that a kill cut off, the second was known to nobody any more."""
     store = open_store(geometry)
     put_prompt(store, prompt(64, 1)).wait(60)
     (record,) = store.catalog.records()
@@ -651,7 +651,7 @@ def test_an_id_that_is_noted_to_be_erased_is_not_given_to_another(
 def test_the_committer_outlives_a_turn_in_which_there_is_no_memory_at_all(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was to suppress the error asked for memory itself: whoever stored waited without end."""
+    """The code to suppress the error asked for memory itself: whoever stored waited for ever."""
     left = [1, 1, 1]
 
     def suppress(*errors: type[BaseException]) -> Any:
@@ -670,8 +670,8 @@ def test_the_committer_outlives_a_turn_in_which_there_is_no_memory_at_all(
 def test_ctrl_c_as_the_committer_is_woken_does_not_cost_who_comes_next(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Woken, and not yet taken from those who wait: the next to wake it woke nobody, and a flush, a
-    wait or a close took to its time limit."""
+    """The committer was woken but still listed as waiting: the next call to wake it woke nobody,
+    and a flush, a wait or a close took up to its time limit."""
 
     class Struck(deque[Any]):
         comes = True
@@ -698,7 +698,7 @@ def test_ctrl_c_as_the_committer_is_woken_does_not_cost_who_comes_next(
 def test_rows_whose_write_could_not_be_queued_are_missing(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    """Who caught the error of that put, and left the block as if nothing was, had a span READY of
+    """A caller that caught the error of this put and left the block normally got a READY span in
     which these rows were never written: its first reader lost it."""
     store, tokens = open_store(geometry, repack_every_s=0), prompt(64, 1)
     keys, values = kv_of(tokens, geometry)
@@ -722,9 +722,9 @@ def test_who_goes_on_behind_a_packed_put_that_failed_stores_nothing(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, nth: int,
     again: str | None,
 ) -> None:  # fmt: skip
-    """Put again, the rest of the layer was written in position order, behind a header that said
-    packed: every sum matched, and readers got rows of other positions. Cut off at the last block's
-    probe records, the span was READY without them, and its first reader lost it."""
+    """When put again, the rest of the layer was written in position order under a header that said
+    packed: every sum matched, and readers got rows of other positions. When cut off at the last
+    block's probe records, the span was READY without them, and its first reader lost it."""
     store = open_store(geometry, repack_every_s=0, probes=("heads3-v1",))
     tokens, scores = prompt(256, 1), np.random.default_rng(0).random(256, dtype=np.float32)
     keys, values = kv_of(tokens, geometry)
@@ -737,7 +737,7 @@ def test_who_goes_on_behind_a_packed_put_that_failed_stores_nothing(
         return submit(*args, **named)
 
     with monkeypatch.context() as patch, store.writer(tokens) as begun:
-        patch.setattr(writer.Writer, "_most", 1)  # windows a block: a large model's has few
+        patch.setattr(writer.Writer, "_most", 1)  # windows per block: few, as with a large model
         with monkeypatch.context() as once, pytest.raises(MemoryError):
             once.setattr(store._pool, "submit", short)
             begun.put(0, 0, keys[0], values[0], scores)

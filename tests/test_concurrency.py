@@ -66,7 +66,7 @@ def prompts() -> list[np.ndarray]:
 
 
 def read_and_compare(store: impress.PrefixStore, tokens: np.ndarray) -> None:
-    """Whatever of the prompt is there is right."""
+    """Whatever the store has of the prompt is right."""
     keys, values = kv_of(tokens, store.geometry)
     with store.lease(tokens) as lease:
         n = lease.n_tokens
@@ -160,7 +160,7 @@ class Gate:
 def cold_sessions(
     store: impress.PrefixStore, tokens: np.ndarray, n: int
 ) -> Iterator[list[impress.read.session.Session]]:
-    """n sessions on one prefix, whose sums are read already."""
+    """n sessions on one prefix, whose sums have been read already."""
     leases = [store.lease(tokens) for _ in range(n)]
     sessions = [lease.session() for lease in leases]
     yield sessions
@@ -183,7 +183,7 @@ def filled(open_store: Open, geometry: impress.Geometry, **config: Any) -> impre
 
 
 def page_aligned_outs(geometry: impress.Geometry, n_tokens: int) -> list[tuple[Any, Any]]:
-    """Memory of the caller's that a prefix is read into directly."""
+    """The caller's own memory, which a prefix is read into directly."""
     shape = n_tokens, geometry.n_kv_heads, geometry.head_dim
     planes = [
         torch.from_numpy(aligned(n_tokens * geometry.k_row_bytes)).view(torch.float32).view(shape)
@@ -214,7 +214,7 @@ def test_what_is_on_its_way_is_read_once(
 def test_bytes_out_of_anothers_read_are_told_apart_from_those_read(
     open_store: Open, small: impress.Geometry
 ) -> None:
-    """They counted as read from the SSD in every report: three times what was read of it."""
+    """Every report counted them as read from the SSD: three times what was read from it."""
     store, whole = filled(open_store, small), 256 * small.token_bytes
     with cold_sessions(store, prompt(256), 3) as sessions:
         gate = Gate(store)
@@ -255,13 +255,13 @@ def test_who_follows_one_that_gave_up_reads_for_itself(
 def test_memory_that_was_taken_back_is_not_looked_at_by_who_follows(
     open_store: Open, small: impress.Geometry
 ) -> None:
-    """A caller that was told nothing touches its memory may unmap it: looking is a fault then."""
+    """A caller told that nothing touches its memory may unmap it: looking at it is then a fault."""
     store = filled(open_store, small)
     with cold_sessions(store, prompt(256), 2) as (first, second):
         gate = Gate(store)
         first.prefetch(page_aligned_outs(small, 256))
         second.prefetch()
-        busy = threading.Event()  # who follows gets no thread yet
+        busy = threading.Event()  # the follower gets no thread yet
         hogs = store._pool.submit(Lane.DEMAND, [lambda: busy.wait(60) and None] * 2)
         gate.opened.set()
         assert_right(first, prompt(256), small)
@@ -298,8 +298,8 @@ def test_close_waits_for_who_copies_out_of_the_callers_memory(
 def test_close_does_not_wait_for_stores_to_let_promotions_have_their_turn(
     open_store: Open, small: impress.Geometry
 ) -> None:
-    """What climbs out of the caller's memory comes last in the pool: behind a bulk store on a slow
-    disk close waited until its time limit, and the caller had to give its memory up for lost."""
+    """Copies up from the caller's memory come last in the pool: after a bulk store on a slow disk,
+    so close waited until its time limit, and the caller had to give up its memory for lost."""
     store = open_store(small, io_threads=1, read_timeout_s=5.0)
     put_prompt(store, prompt(256)).wait(60)
     with cold_sessions(store, prompt(256), 1) as (session,):
@@ -307,7 +307,7 @@ def test_close_does_not_wait_for_stores_to_let_promotions_have_their_turn(
         store._pool.submit(Lane.DEMAND, [lambda: None]).wait(60)  # all of it is read
         busy, begun = threading.Event(), threading.Event()
         hog = store._pool.submit(Lane.STORE, [lambda: begun.set() or (busy.wait(60) and None)])
-        assert begun.wait(60)  # the only thread
+        assert begun.wait(60)  # it has the only thread
         assert_right(session, prompt(256), small)
         assert session.close()
     busy.set()
@@ -348,7 +348,7 @@ def test_of_a_packed_prefix_two_that_hold_other_windows_read_each_for_itself(
 
 
 def test_a_flight_whose_memory_is_shorter_is_not_copied() -> None:
-    """Whatever made two loads look alike: what is not there is read."""
+    """Whatever made two loads look alike, bytes that are not there are read."""
     right = np.random.default_rng(0).integers(0, 256, 8192, dtype=np.uint8)
     mine = aligned(8192)
     slot: Any = type("Slot", (), {"parts": [type("Part", (), {"segment": 0})]})
@@ -366,7 +366,7 @@ def test_a_flight_whose_memory_is_shorter_is_not_copied() -> None:
 def test_a_load_that_ends_in_any_error_leaves_nothing_behind(
     open_store: Open, small: impress.Geometry
 ) -> None:
-    """An error nobody had thought of left its copies pinned and its buffers taken."""
+    """An unforeseen error left the load's copies pinned and its buffers taken."""
     store = open_store(small, io_threads=1)
     put_prompt(store, prompt(256)).wait(60)
     with cold_sessions(store, prompt(256), 1) as (session,):
@@ -385,7 +385,7 @@ def test_a_load_that_ends_in_any_error_leaves_nothing_behind(
 
 
 def test_memory_of_another_is_verified_like_any_medium() -> None:
-    """Its owner may have written to it meanwhile: then the bytes come from home."""
+    """Its owner may have written to it meanwhile; the bytes then come from home."""
     right = np.random.default_rng(0).integers(0, 256, 16384, dtype=np.uint8)
     theirs, mine = right.copy(), aligned(16384)
     theirs[9000] ^= 1
@@ -408,7 +408,7 @@ def test_memory_of_another_is_verified_like_any_medium() -> None:
 def test_promotions_that_pile_up_behind_requests_hold_little_memory(
     open_store: Open, small: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They run last: under load their buffers once added up to all that was read."""
+    """They run last: under load their buffers once added up to everything that was read."""
     layer = 64 * small.token_bytes // small.n_layers
     monkeypatch.setattr(impress.read.reading, "MOST_WAITING", 3 * layer)
     store = open_store(small, io_threads=1)
@@ -422,7 +422,7 @@ def test_promotions_that_pile_up_behind_requests_hold_little_memory(
     store._pool.submit(Lane.DEMAND, [lambda: None]).wait(60)  # all of it is read
     busy, begun = threading.Event(), threading.Event()
     hog = store._pool.submit(Lane.DEMAND, [lambda: begun.set() or (busy.wait(60) and None)])
-    assert begun.wait(60)  # the only thread: nothing is copied up any more
+    assert begun.wait(60)  # it has the only thread: nothing more is copied up
     for seed, session in enumerate(sessions):
         assert_right(session, prompt(64, seed), small)
         session.close()
@@ -431,7 +431,7 @@ def test_promotions_that_pile_up_behind_requests_hold_little_memory(
     assert store.stats()["promotions_skipped"] == 5
     busy.set()
     hog.wait(60)
-    store._pool.submit(Lane.REPACK, [lambda: None]).wait(60)  # behind all promotions
+    store._pool.submit(Lane.REPACK, [lambda: None]).wait(60)  # after all promotions
     assert_nothing_is_left(store)
 
 
@@ -449,8 +449,8 @@ def outs_of_ones_own(geometry: impress.Geometry) -> tuple[list[tuple[torch.Tenso
 def test_what_waits_to_be_learnt_keeps_nobodys_memory(
     open_store: Open, small: impress.Geometry
 ) -> None:
-    """Behind a bulk store it held each request's keys and values, the caller's too: no limit knew
-    of them."""
+    """Queued after a bulk store, it held each request's keys and values, even the caller's, and no
+    limit knew of them."""
     store = open_store(small, io_threads=1)
     put_prompt(store, prompt(256)).wait(60)
     outs, alive = outs_of_ones_own(small)
@@ -459,7 +459,7 @@ def test_what_waits_to_be_learnt_keeps_nobodys_memory(
         assert_right(session, prompt(256), small)
         busy, begun = threading.Event(), threading.Event()
         hog = store._pool.submit(Lane.STORE, [lambda: begun.set() or (busy.wait(60) and None)])
-        assert begun.wait(60)  # the only thread
+        assert begun.wait(60)  # it has the only thread
         assert session.close()
     assert store._pool.depth()[Lane.PROMOTE] > 0, "it waits"
     del session, outs
@@ -475,8 +475,8 @@ def test_what_waits_to_be_learnt_keeps_nobodys_memory(
 def test_what_waits_to_climb_keeps_no_memory_of_whom_it_followed(
     open_store: Open, small: impress.Geometry
 ) -> None:
-    """A load that took its bytes from another request's read kept that one's memory, the caller's
-    own, until what climbs from it had its turn."""
+    """A load that took its bytes from another request's read kept that request's memory, even the
+    caller's own, until what climbs from it had its turn."""
     store = open_store(small, io_threads=1)
     put_prompt(store, prompt(256)).wait(60)
     outs, alive = outs_of_ones_own(small)
@@ -490,7 +490,7 @@ def test_what_waits_to_climb_keeps_no_memory_of_whom_it_followed(
         assert store.stats()["shared_bytes"] == 256 * small.token_bytes
         busy, begun = threading.Event(), threading.Event()
         hog = store._pool.submit(Lane.STORE, [lambda: begun.set() or (busy.wait(60) and None)])
-        assert begun.wait(60)  # the only thread
+        assert begun.wait(60)  # it has the only thread
         assert first.close() and second.close()
     assert store._pool.depth()[Lane.PROMOTE] > 0, "the second's waits"
     del first, second, session, outs
@@ -506,7 +506,7 @@ def test_what_waits_to_climb_keeps_no_memory_of_whom_it_followed(
 
 
 class Clock:
-    """Stands still until it is told."""
+    """A clock that stands still until it is moved."""
 
     def __init__(self) -> None:
         self.s = 1000.0
@@ -575,7 +575,7 @@ def test_a_holder_that_vanished_does_not_pin_for_ever(
 def test_the_end_of_a_lease_ends_what_its_sessions_read_ahead(
     open_store: Open, small: impress.Geometry, by: str, policy: Policy
 ) -> None:
-    """A caller that failed between prefetch and retrieve gave back its lease alone: its copies in
+    """A caller that failed between prefetch and retrieve gave back only its lease: its copies in
     DRAM stayed pinned until the store was closed, and what was to climb never did."""
     store = open_store(small, dram_bytes=4 << 20, lease_timeout_s=60.0, read_timeout_s=5.0)
     put_prompt(store, prompt(256)).wait(60)
@@ -608,7 +608,7 @@ def test_the_end_of_a_lease_ends_what_its_sessions_read_ahead(
 def test_a_lease_that_ends_beside_its_session_ends_every_load_once(
     open_store: Open, small: impress.Geometry
 ) -> None:
-    """It may be taken back by any thread, while its holder prefetches, retrieves or closes."""
+    """Any thread may take the lease back while its holder prefetches, retrieves or closes."""
     store = open_store(small, io_threads=2)
     put_prompt(store, prompt(256)).wait(60)
     (cache,) = store._reading.copies.chunks
@@ -647,7 +647,7 @@ def test_a_lease_in_time_is_left_alone(open_store: Open, small: impress.Geometry
 def test_who_waits_for_a_store_that_ends_after_its_store_was_closed_is_told(
     open_store: Open, small: impress.Geometry, n_layers: int
 ) -> None:
-    """Its writer raised, and what another thread waited for never came to an end."""
+    """Its writer raised, and another thread's wait for it never came to an end."""
     store, tokens = open_store(small), prompt(128)
     keys, values = kv_of(tokens, small)
     with pytest.raises(impress.StoreFailed, match="the store is closed"):
@@ -663,8 +663,8 @@ def test_who_waits_for_a_store_that_ends_after_its_store_was_closed_is_told(
 def test_nobody_waits_while_spans_are_decoded(
     open_store: Open, small: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a hundred thousand spans a purge of two did it six times over, half a second each in which
-    no request had its lease."""
+    """With a hundred thousand spans, a purge of two decoded them six times over, half a second each
+    in which no request got its lease."""
     with open_store(small) as store:
         put_prompt(store, prompt(64)).wait(60)
         catalog, decode = store.catalog, decode_index

@@ -1,4 +1,4 @@
-"""docs/CONFIG.md is written by hand; what it says of names, types and defaults is checked here."""
+"""docs/CONFIG.md is written by hand; its names, types and defaults are checked here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(title: str) -> list[list[str]]:
 
 
 def type_of(name: str) -> str:
-    """As the page says it."""
+    """The type as the page says it."""
     kind = FIELDS[name].annotation
     args = [type(arg) if isinstance(arg, str) else arg for arg in typing.get_args(kind)]
     return next(TOML[k] for k in (kind, typing.get_origin(kind), *args) if k in TOML)
@@ -122,7 +122,7 @@ def test_the_loggers_on_the_page_are_the_disks(
     (line,) = re.findall(r"^- \*\*The log\*\*.*", PAGE, re.MULTILINE)
     with closing(SsdTier(tmp_path, MIB, None)) as tier:
         tier.reserve(MIB)
-    SsdTier(tmp_path, MIB, None, number=1).close()  # the file is another folder's to it
+    SsdTier(tmp_path, MIB, None, number=1).close()  # to it, the file is another folder's
     Ticket(0).then(lambda: 1 / 0)
     said = {record.name for record in caplog.records}
     assert said == set(re.findall(r"`(impress\.\w+)`", line)) and len(said) == 2

@@ -1,4 +1,4 @@
-"""kill -9 during writes, then reopen: what was flushed is served, nothing else is wrong."""
+"""kill -9 during writes, then reopen: flushed prompts are served, nothing else is wrong."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ put_prompt(store, prompt(128, 2)).wait(60)
 
 
 def write_until_killed(folder: Path, first: int, acknowledged: int) -> int:
-    """The last seed that was flushed before the writer was killed in mid-work."""
+    """The last seed that was flushed before the writer was killed in the middle of its work."""
     here = str(Path(__file__).parent)
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(folder), here, str(first)], stdout=subprocess.PIPE
@@ -79,13 +79,13 @@ def test_what_was_flushed_survives_kill_minus_9(tmp_path: Path) -> None:
 
 
 def test_an_id_in_a_header_that_no_commit_named_is_not_given_out_again(tmp_path: Path) -> None:
-    """A rebuild found two sound spans with one id, and kept whichever it came to first."""
+    """A rebuild found two sound spans with the same id, and kept the one it came to first."""
     folder = tmp_path / "store"
     command = [sys.executable, "-c", BEFORE_THE_COMMIT, str(folder), str(Path(__file__).parent)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     with impress.PrefixStore.open(folder, GEOMETRY, "test", impress.Config(**SMALL)) as store:
         assert store.lookup(prompt(128, 1)) == 128 and store.lookup(prompt(128, 2)) == 0
-        put_prompt(store, prompt(128, 3)).wait(60)  # in the room that lies before the cut off one
+        put_prompt(store, prompt(128, 3)).wait(60)  # in the free room before the uncommitted span
     assert rebuild_store(folder).spans == 3
     with impress.PrefixStore.open(folder, GEOMETRY, "test", impress.Config(**SMALL)) as store:
         store.check()

@@ -34,7 +34,7 @@ from impress.report import write_report
 
 SCRIPT = Path(sys.executable).parent / "impress"
 MODES = ("recompute", "exact", "paper", "quality")
-#: What is told of each model and of both.
+#: The figures given for each model and for both together.
 STORY = ("paper.accuracy", "quality.accuracy", "recompute.accuracy", "exact.accuracy",
          "exact.agreement", "paper.fallback_share", "paper.bytes_share", "quality.bytes_share",
          "paper.transferred_share", "quality.transferred_share", "quality.ttft_ratio",
@@ -114,7 +114,7 @@ def test_the_figures_are_told_of_both_models_and_of_each(demo):
         assert figures[f"{where}exact.agreement"] == 1.0
         assert figures[f"{where}exact.accuracy"] == figures[f"{where}recompute.accuracy"] > 0.8
         assert figures[f"{where}quality.bytes_share"] < 0.5
-        # What the three heads cost is counted: the paper can move more than everything.
+        # The cost of the three heads is counted: the paper can move more than everything.
         assert figures[f"{where}paper.transferred_share"] > figures[f"{where}paper.bytes_share"]
     assert figures["agreeing.rte.quality.accuracy"] > 0.5
 
@@ -132,7 +132,7 @@ def test_repacking_moves_fewer_bytes_for_other_questions_and_changes_no_exact_an
         assert after < figures[f"{where}quality.transferred_share"]
         assert f"{where}repacked.paper.transferred_share" in figures
         assert f"{where}repacked.quality.ttft_ratio" in figures
-    # Of four: one that would save less than a tenth, by questions it was not made by, stays.
+    # Of four: one stays that would save less than a tenth on questions its order was not made from.
     assert re.search(r"\b[1-4] prefixes rewritten", shown)
 
 
@@ -159,7 +159,7 @@ def test_shares_are_means_and_ratios_are_of_medians():
 
 
 def test_tables_are_whole_where_a_terminal_is_narrower(demo, monkeypatch):
-    """On one of 80 columns figures ended in "…", and headings were cut off."""
+    """On a terminal of 80 columns figures ended in "…", and headings were cut off."""
     _, _, report = demo
     narrow, asked = Console(width=80, file=io.StringIO()), of_act(report, "choice")
     for where in ("impress.terminal.out", "impress.demo.story.out"):
@@ -188,7 +188,7 @@ def test_the_report_names_its_conditions_and_no_path(demo):
 
 @pytest.mark.parametrize(("given", "said"), [("ACTIVE", "ACTIVE"), (None, "PASSIVE")])
 def test_the_report_says_how_idle_threads_waited(demo, tmp_path, monkeypatch, given, said):
-    """It said PASSIVE also where the caller's own environment had them spin."""
+    """It said PASSIVE even where the caller's own environment had them spin."""
     acts = {act: of_act(demo[2], act) for act in ("reuse", "choice", "repacked")}
     size = {"seconds": 1.0, "stored_bytes": 1}
     found = {
@@ -233,7 +233,7 @@ def test_run_answers_on_the_demos_model_from_its_store(demo):
 
 
 def test_commands_it_shows_are_called_as_it_was(monkeypatch):
-    """`make demo` puts nothing on the path, and the first command that one copied was not found."""
+    """`make demo` puts nothing on the path: the first command one copied was not found."""
     monkeypatch.setattr("sys.argv", [".venv/bin/impress", "demo"])
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert story.command() == ".venv/bin/impress"
@@ -272,7 +272,7 @@ def test_a_folder_that_is_not_the_demos_is_refused_untouched(tmp_path):
 
 
 def test_a_second_demo_in_the_same_folder_leaves_the_first_ones_stores(tmp_path):
-    """Between two acts nobody held their locks: they were removed under the first one's feet."""
+    """Between two acts nobody held the stores' locks: they were removed as the first demo ran."""
     with prepared(tmp_path):
         (tmp_path / "store").mkdir()
         done = run("demo", "--quick", "--dir", tmp_path)
@@ -283,7 +283,7 @@ def test_a_second_demo_in_the_same_folder_leaves_the_first_ones_stores(tmp_path)
 
 
 def test_a_store_that_a_killed_demos_process_has_open_yet_is_left_and_told(open_store, geometry):
-    """It said to name another shard, or to open it with mode="r": of a demo neither can be done."""
+    """It said to name another shard, or to open it with mode="r": a demo can do neither."""
     folder = open_store(geometry).path.parent
     (folder / MARKER).touch()
     with pytest.raises(impress.StoreLocked, match="stop that process, then repeat"):
@@ -293,7 +293,7 @@ def test_a_store_that_a_killed_demos_process_has_open_yet_is_left_and_told(open_
 
 
 def test_a_document_that_a_full_disk_refuses_is_told_by_the_disk(open_store, geometry, monkeypatch):
-    """It was "refused (read-only)": what was full stood in the log alone, and not what to do."""
+    """It was "refused (read-only)": only the log said what was full, and nothing what to do."""
 
     def full(fd, off, n_bytes):
         raise OSError(errno.ENOSPC, "No space left on device")

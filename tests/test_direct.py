@@ -1,4 +1,4 @@
-"""Rows that come from memory straight to where they are looked at."""
+"""Rows that come from memory straight to the place where they are used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tiers.slots import Buffer, aligned
 
 Open = Callable[..., impress.PrefixStore]
 
-#: A row of K is a piece, and a row of V is one of twice the size.
+#: A row of K is a piece, and a row of V is a piece of twice the size.
 GEOMETRY = impress.Geometry(2, 16, 16, 64, "float32", 128)
 #: Four rows of K share a piece, and two of V.
 SHARED = impress.Geometry(2, 16, 4, 64, "float32", 128)
@@ -45,7 +45,7 @@ CHUNK = chunk_bytes(GEOMETRY)
 
 
 def token_major(geometry: impress.Geometry = GEOMETRY) -> list:
-    """What is read into directly."""
+    """Tensors that rows are read into directly."""
     return [
         [
             torch.frombuffer(aligned(N * geometry.n_kv_heads * dim * 4), dtype=torch.float32)
@@ -61,14 +61,14 @@ def head_major(geometry: impress.Geometry = GEOMETRY) -> list:
     return [[torch.empty(geometry.n_kv_heads, N, dim) for dim in (64, 128)] for _ in range(2)]
 
 
-#: Where whole rows go: to tensors of the session's, or the caller's of two kinds.
+#: Where whole rows go: to the session's tensors, or to the caller's, of two kinds.
 OUTS = (lambda geometry: None, token_major, head_major)
 
 
 def ask(
     store: impress.PrefixStore, tokens: np.ndarray, policy: Policy, outs: list | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, dict]]:
-    """Every layer's rows, beside what they should be; where they came from."""
+    """Every layer's rows, what they should be, and where they came from."""
     keys, values = kv_of(tokens, store.geometry)
     query, lse = torch.ones(16, 2, 64), torch.zeros(16, 2)
     with store.lease(tokens) as lease, lease.session(policy) as session:
@@ -87,8 +87,8 @@ def ask(
 def test_what_memory_has_is_found_by_those_who_copy_once_home_was_asked(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request found it, and sent no read of home before: 0.1 ms a layer, of reads that take
-    longest. What it takes beside is in each line."""
+    """The request itself found it, and sent no read to home before that: 0.1 ms a layer ahead of
+    the reads that take longest. What finding it beside them takes is in each line."""
     store = open_store(GEOMETRY, dram_bytes=9 * CHUNK)
     tokens = prompt(N)
     assert put_prompt(store, tokens, importance=scores_of(2, N), wait_s=30).wait(60)
@@ -172,7 +172,7 @@ def test_two_requests_for_a_packed_prefix_have_the_same_rows(open_store: Open) -
 
 
 def packed_store(open_store: Open, **config: Any) -> impress.PrefixStore:
-    """With a packed prefix of pieces that hold several rows, all of which DRAM has."""
+    """A store with a packed prefix, in pieces that hold several rows each, all of it in DRAM."""
     store = open_store(SHARED, dram_bytes=32 * chunk_bytes(SHARED), io_threads=1, **config)
     put_prompt(store, prompt(N), importance=scores_of(2, N), wait_s=30).wait(60)
     for got, want, by_tier in ask(store, prompt(N), Exact()):
@@ -182,14 +182,14 @@ def packed_store(open_store: Open, **config: Any) -> impress.PrefixStore:
 
 
 def forget_a_chunk(store: impress.PrefixStore) -> None:
-    """Of each layer home has to give one again."""
+    """Drop one chunk of each layer from memory: home has to give it again."""
     (record,) = store.catalog.records()
     for layer in range(2):
         store._copies.chunks[-1].drop_windows(record.span_id, layer, np.array([4]))
 
 
 def takes(clock: list[float], seconds: float, real: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that takes so long, by a clock of ours."""
+    """`real`, made to take that many seconds by a clock of ours."""
 
     def slow(*args: Any) -> Any:
         clock[0] += seconds
@@ -201,8 +201,8 @@ def takes(clock: list[float], seconds: float, real: Callable[..., Any]) -> Calla
 def test_putting_rows_in_order_is_in_the_wait(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer's line was written before its rows were put in order: it was in no number. On a
-    clock of ours; V's are put in order by another thread."""
+    """A layer's line was written before its rows were put in order, so no number had that time in
+    it. Here by a clock of ours; V's rows are put in order by another thread."""
     store, waited = packed_store(open_store), [1000.0]
     monkeypatch.setattr("impress.read.session.monotonic", lambda: waited[0])
     monkeypatch.setattr("impress.read.load.take_rows", takes(waited, 0.05, take_rows))
@@ -214,7 +214,7 @@ def test_putting_rows_in_order_is_in_the_wait(
 
 
 def test_rows_are_put_in_order_though_every_thread_is_at_work(open_store: Open) -> None:
-    """V's are left to another thread; where none comes to it, to who waits for them."""
+    """V's are left to another thread; where none comes to it, to the one that waits for them."""
     store = packed_store(open_store)
     outs = head_major(SHARED)
     with store.lease(prompt(N)) as lease, lease.session() as session:
@@ -229,7 +229,7 @@ def test_rows_are_put_in_order_though_every_thread_is_at_work(open_store: Open) 
 def test_finding_rows_in_memory_is_in_the_map(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
-    """Where those in memory go was found out beside the clock: it was in no number."""
+    """Where the rows in memory go was found out off the clock: that time was in no number."""
     store, mapped = packed_store(open_store), [1000.0]
     monkeypatch.setattr("impress.stats.monotonic", lambda: mapped[0])
     for way in (Direct, Whole):
@@ -246,8 +246,8 @@ def test_finding_rows_in_memory_is_in_the_map(
 def test_rows_are_not_there_twice_before_they_are_asked_for(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a packed prefix that no cache has, memory for the rows in order was taken beside what they
-    are read into as every layer was begun, and kept until the end: twice the prefix."""
+    """For a packed prefix that no cache has, each layer, as it was begun, took memory for its rows
+    in order beside what they are read into, and kept it until the end: twice the prefix."""
     store = packed_store(open_store)
     store.drop_caches()
     alive = rows_lent(monkeypatch)
@@ -260,9 +260,9 @@ def test_rows_are_not_there_twice_before_they_are_asked_for(
 def test_nobody_else_writes_to_memory_given_late(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """V's rows were put in order by another thread straight in the caller's memory. Of what is
-    given to a layer under way the session does not know: after Ctrl-C it said that nothing writes
-    there any more."""
+    """V's rows were put in order by another thread straight in the caller's memory. A session does
+    not know of memory given to a layer under way: after Ctrl-C it said that nothing wrote there
+    any more."""
     store, threads = packed_store(open_store), []
     store.drop_caches()
 
@@ -284,8 +284,8 @@ def test_nobody_else_writes_to_memory_given_late(
 def test_rows_of_a_request_are_not_kept_by_what_waits_to_climb(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was to climb from a layer's buffers kept all its rows, which lie beside them: of up to
-    1,024 layers, long after their caller had let them go, and no limit knew of them."""
+    """What was to climb from a layer's buffers kept all its rows, which lie beside them: those of
+    up to 1,024 layers, long after their caller had let them go, and no limit knew of them."""
     store, alive = packed_store(open_store), rows_lent(monkeypatch)
     forget_a_chunk(store)
     with store.lease(prompt(N)) as lease, lease.session() as session:
@@ -305,8 +305,8 @@ def test_rows_of_a_request_are_not_kept_by_what_waits_to_climb(
 def test_what_came_straight_from_memory_has_nothing_to_climb_from(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer of a packed prefix that DRAM had in whole put a task in line that had nothing to
-    do, and kept the layer's rows. What is to be done is read again, behind it all."""
+    """Each layer of a packed prefix that was wholly in DRAM queued a task that had nothing to do
+    and kept the layer's rows. What is to climb is read again, after everything else."""
     store = packed_store(open_store, hbm_bytes=32 * chunk_bytes(SHARED), hbm_device="cpu")
     alive = rows_lent(monkeypatch)
     with store.lease(prompt(N)) as lease, lease.session() as session:
@@ -324,7 +324,7 @@ def test_what_came_straight_from_memory_has_nothing_to_climb_from(
 
 
 def rows_lent(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[np.ndarray]]:
-    """Those that requests are given from here on."""
+    """The rows that requests are given from here on, as weak references."""
     lent, found = Buffer.lent, list[weakref.ref[np.ndarray]]()
 
     def noted(buffer: Buffer) -> np.ndarray:
@@ -338,7 +338,7 @@ def rows_lent(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[np.ndarray]]:
 
 @contextmanager
 def busy_thread(store: impress.PrefixStore) -> Iterator[None]:
-    """In the block the only I/O thread does nothing else."""
+    """Within the block, the only I/O thread is busy."""
     go_on, begun = threading.Event(), threading.Event()
     hog = store._pool.submit(Lane.DEMAND, [lambda: begun.set() or (go_on.wait(60) and None)])
     try:
@@ -350,7 +350,7 @@ def busy_thread(store: impress.PrefixStore) -> Iterator[None]:
 
 
 def assert_right(session: Any) -> None:
-    """Every layer has its rows; nothing holds them any more."""
+    """Every layer has its rows; after this nothing holds them."""
     keys, values = kv_of(prompt(N), SHARED)
     for layer in range(2):
         k, v, _ = session.retrieve(layer, None)
@@ -358,7 +358,7 @@ def assert_right(session: Any) -> None:
 
 
 def test_rows_outlive_their_session(open_store: Open) -> None:
-    """They lie in pooled memory: what is still looked at must not become another request's."""
+    """They lie in pooled memory: rows still looked at must not become another request's."""
     store = open_store(GEOMETRY, dram_bytes=4 * MIB)
     tokens = prompt(N)
     assert put_prompt(store, tokens, wait_s=30).wait(60)
@@ -392,8 +392,8 @@ def test_damage_in_memory_is_a_loss_and_the_next_request_reads_home(open_store: 
 def test_what_a_caller_does_to_tensors_never_gets_into_a_cache(
     open_store: Open, packed: bool, own: bool
 ) -> None:
-    """An engine that had one pair of tensors for all layers, or scaled the keys it got in place:
-    chunks climbed from there, and the next request for them lost its prefix to their checksums."""
+    """An engine used one pair of tensors for all layers, or scaled the keys it got in place: chunks
+    climbed from there, and the next request for them lost its prefix to their checksums."""
     store = open_store(GEOMETRY, dram_bytes=64 * CHUNK)
     tokens = prompt(N)
     order = np.random.default_rng(1).random((2, N)) if packed else None
@@ -416,7 +416,7 @@ def test_what_a_caller_does_to_tensors_never_gets_into_a_cache(
 def test_loads_share_a_flight_only_where_bytes_lie_alike(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Of a packed span, one that brings rows straight and one that brings chunks had one key."""
+    """For a packed span, loads that bring rows straight and loads that bring chunks had one key."""
     store = open_store(geometry, window=16)
     put_prompt(store, prompt(128), importance=scores_of(2, 128)).wait(60)
     keys = set()

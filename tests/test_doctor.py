@@ -36,7 +36,7 @@ def test_every_engine_is_named_with_a_rate_or_a_reason(
 
 
 def test_a_store_that_is_a_mount_point_is_measured_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parent was, and with it another disk: that of /mnt for /mnt/nvme."""
+    """Its parent was measured instead, and so another disk: for /mnt/nvme, that of /mnt."""
     disk = Path("/dev/shm")
     if not os.path.ismount(disk) or not os.access(disk, os.W_OK):
         pytest.skip("no mount point to write to")
@@ -69,14 +69,14 @@ def test_a_store_whose_parent_is_roots_is_measured_itself(
 def test_a_doctor_that_is_told_to_stop_takes_its_test_data_with_it(
     tmp_path: Path, how: signal.Signals
 ) -> None:
-    """It left 256 MiB: in a store that is an empty mount point, which the next open refused."""
-    # What nohup runs ignores SIGHUP, and so would what the tests start there.
+    """It left 256 MiB behind: if the store was an empty mount point, the next open refused it."""
+    # Processes under nohup ignore SIGHUP, and so would those that tests start there.
     code = (
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
         "os.execv(sys.argv[1], sys.argv[1:])"
     )
     command = [sys.executable, "-c", code, str(SCRIPT), "doctor", "--store", str(tmp_path / "s")]
-    for _ in range(10):  # on a busy machine it may be through before it is told
+    for _ in range(10):  # on a busy machine it may finish before the signal
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert soon(lambda: any(tmp_path.glob(".impress-doctor-*/*.seg")))
             process.send_signal(how)
@@ -93,8 +93,8 @@ def assert_data_is_refused(done: subprocess.CompletedProcess[str], folder: Path,
 
 
 def test_a_folder_that_takes_no_test_data_is_named(tmp_path: Path) -> None:
-    """A hidden one of doctor's own was, which is gone when that is read."""
-    folder = Path("/proc/self")  # where not even root makes one
+    """The folder named was a hidden one of doctor's own, which is gone when the line is read."""
+    folder = Path("/proc/self")  # where not even root can make a folder
     done = ended([str(SCRIPT), "doctor", "--store", str(folder / "store")])
     assert_data_is_refused(done, folder, "No such file or directory")
     limited = ["bash", "-c", 'ulimit -f 1024; exec "$@"', "", str(SCRIPT)]
@@ -104,7 +104,7 @@ def test_a_folder_that_takes_no_test_data_is_named(tmp_path: Path) -> None:
 
 
 def test_test_data_that_no_file_is_left_to_read_with_goes_all_the_same(tmp_path: Path) -> None:
-    """It stayed: what takes a whole folder away opens it."""
+    """The data stayed: the call that removes a whole folder has to open it."""
     code = """if True:
         import resource, sys
         import impress.cli.main
@@ -126,7 +126,7 @@ def test_test_data_that_no_file_is_left_to_read_with_goes_all_the_same(tmp_path:
 
 
 def test_a_signal_that_is_ignored_stops_no_command(tmp_path: Path) -> None:
-    """As by nohup."""
+    """As under nohup."""
     code = """if True:
         import signal, sys
         from pathlib import Path
@@ -153,7 +153,7 @@ def test_without_measuring_nothing_is_written(tmp_path: Path) -> None:
     asked = ["doctor", "--store", str(tmp_path / "s"), "--no-measure", "--json"]
     for engine in json.loads(CliRunner().invoke(app, asked).stdout)["engines"]:
         measured = {key: value for key, value in engine.items() if key not in ("name", "why_not")}
-        assert len(measured) == 4 and set(measured.values()) == {None}  # not buffered, at 0 GB/s
+        assert len(measured) == 4 and set(measured.values()) == {None}  # not: buffered, at 0 GB/s
 
 
 def test_an_engine_that_does_not_go_is_one_line_at_open(

@@ -1,4 +1,4 @@
-"""The doorkeeper: what was used before is admitted, what was not is not, in bounded memory."""
+"""The doorkeeper admits what was used before and refuses the rest, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A caller's code that runs the model in the midst of a request: neither answer knows of the other.
+"""A caller's code that runs the model within a request: neither answer knows of the other.
 
 A processor, a criterion and a streamer are called by generate(), in the request's own thread, while
-the model attends in a way of the engine's.
+the model attends as the engine makes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def two_padded():
-    """Two prompts, the first padded on the left; which tokens are shown."""
+    """Two prompts, the first padded on the left, and the mask of the tokens that are shown."""
     shown = torch.ones(2, 40, dtype=torch.long)
     shown[0, :20] = 0
     return prompts(40, batch=2, seed=7), shown
@@ -56,7 +56,7 @@ class Running(transformers.LogitsProcessor):
 
 
 class RunningStreamer(Heard):
-    """The same as a streamer: it is called before the prompt's own pass, too."""
+    """The same, as a streamer, which is called before the prompt's own pass, too."""
 
     def __init__(self, running):
         super().__init__()
@@ -68,7 +68,7 @@ class RunningStreamer(Heard):
 
 
 def beside(running, kind):
-    """As an argument of generate()."""
+    """`running` as an argument of generate()."""
     if kind == "streamer":
         return {"streamer": RunningStreamer(running)}
     return {"logits_processor": transformers.LogitsProcessorList([running])}
@@ -78,7 +78,7 @@ def beside(running, kind):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_a_model_run_within_a_sparse_request_sees_its_own_mask(tmp_path, family, attention, kind):
-    """It got no mask there: padded prompts attended to their pads, and wrong tokens came of it."""
+    """The run got no mask: padded prompts attended to their pads, and wrong tokens came of it."""
     model, ids = model_of(family, attention=attention), request_ids()
     running = Running(model)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_a_model_run_within_a_sparse_request_sees_its_own_mask(tmp_path, family,
         want = engine.generate(ids, max_new_tokens=6, **GREEDY)
         mine = engine.generate(ids, max_new_tokens=6, **beside(running, kind), **GREEDY)
         assert engine.last_request.mode == "sparse"
-    assert len(running.said) == 6 + (kind == "streamer")  # which gets the prompt, too
+    assert len(running.said) == 6 + (kind == "streamer")  # a streamer gets the prompt, too
     for said in running.said:
         assert torch.equal(said, alone)
     assert_same_bits(mine, want)
@@ -96,7 +96,7 @@ def test_a_model_run_within_a_sparse_request_sees_its_own_mask(tmp_path, family,
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_a_model_run_within_a_sparse_request_gives_its_attention_weights(tmp_path, family):
-    """Under eager attention it does; there it gave none, as it ran the sdpa of the request."""
+    """Under eager attention a model does; here it gave none, as it ran the request's sdpa."""
     model, seen = model_of(family, attention="eager"), []
     ids, shown = two_padded()
 
@@ -118,7 +118,7 @@ def test_a_model_run_within_a_sparse_request_gives_its_attention_weights(tmp_pat
 
 
 def test_guidance_by_a_processor_of_the_callers_is_that_of_a_masked_prompt(tmp_path):
-    """Its second prompt grows by each token, in a cache of its own: pads were seen all the way."""
+    """Guidance's second prompt grows token by token, in its own cache: its pads were seen."""
     model, ids = model_of("llama"), request_ids()
     other, shown = two_padded()
 
@@ -126,7 +126,7 @@ def test_guidance_by_a_processor_of_the_callers_is_that_of_a_masked_prompt(tmp_p
         return Guidance(1.5, model, other[:1], shown[:1])
 
     def by_hand(input_ids, scores):
-        """The same from the whole of the second prompt, each time, outside of any request."""
+        """The same from the whole second prompt, each time, outside any request."""
         n_new = input_ids.shape[1] - ids.shape[1]
         second = torch.cat([other[:1], input_ids[:, input_ids.shape[1] - n_new :]], 1)
         mask = torch.cat([shown[:1], torch.ones(1, n_new, dtype=torch.long)], 1)
@@ -146,8 +146,8 @@ def test_guidance_by_a_processor_of_the_callers_is_that_of_a_masked_prompt(tmp_p
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_what_another_run_of_the_model_asks_is_not_a_prompts_importance(tmp_path, batch):
-    """Its rows stood for those of the prompt: wrong ones were important for good, and of a larger
-    batch than the other's the storing thread raised IndexError."""
+    """The other run's rows were taken for the prompt's: wrong ones were important for good, and
+    with a batch larger than the other run's the storing thread raised IndexError."""
     found = []
     for name in ("alone", "beside"):
         model, ids = tiny("llama"), prompts(200, batch=batch)
@@ -162,7 +162,7 @@ def test_what_another_run_of_the_model_asks_is_not_a_prompts_importance(tmp_path
 
 
 class Parked(Heard):
-    """A streamer that holds its request where the prompt comes, before the model's first pass."""
+    """A streamer that holds its request when the prompt comes, before the model's first pass."""
 
     def __init__(self):
         super().__init__()
@@ -176,8 +176,8 @@ class Parked(Heard):
 
 @pytest.mark.parametrize("mode", ["recompute", "sparse"])
 def test_a_model_with_more_layers_may_be_run_within_a_request(tmp_path, mode):
-    """While a request of its own was under way in another thread, too, its later layers were looked
-    for in the cache of this one: generate() raised IndexError."""
+    """If the deeper model also had a request under way in another thread, its later layers were
+    looked for in this request's cache: generate() raised IndexError."""
     small, deep = tiny("llama"), tiny("llama", num_hidden_layers=4)
     ids = request_ids() if mode == "sparse" else prompts(150, seed=9)
     running, parked, found = Running(deep), Parked(), []
@@ -227,7 +227,7 @@ def _(policy: Every, asked: Asked) -> Selection:
 
 
 def test_another_run_of_the_model_is_no_part_of_an_answer_that_is_run_again(tmp_path, monkeypatch):
-    """The guard heard it as passes of the request: tokens were said to have flipped."""
+    """The guard took the run for passes of the request: tokens were said to have flipped."""
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     model = model_of("llama")
     with guarded(model, tmp_path, Every(), guard_shadows=1) as engine:

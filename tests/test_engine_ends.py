@@ -63,8 +63,8 @@ if sys.argv[3] == "gone":
 
 @pytest.mark.parametrize("engine", ["there", "gone"])
 def test_a_program_that_ends_without_close_stores_what_waits_and_ends_its_threads(tmp_path, engine):
-    """One that was inside torch when the interpreter went aborted the process: signal 6, and what
-    waited to be stored was lost."""
+    """A thread inside torch as the interpreter went aborted the process: signal 6, and what waited
+    to be stored was lost."""
     command = [sys.executable, "-c", _ENDS_WITHOUT_CLOSE, tmp_path, Path(__file__).parent, engine]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
@@ -77,7 +77,7 @@ def test_a_program_that_ends_without_close_stores_what_waits_and_ends_its_thread
 BROKEN_OFF = [
     (Rates, "choose", "exact"),  # before the prefix is read
     (Rates, "choose", "sparse"),
-    (Modes, "learn", "exact"),  # behind the answer
+    (Modes, "learn", "exact"),  # after the answer
     (Modes, "learn", "sparse"),
     (Modes, "learn", "miss"),
     (PrefixStore, "admitted", "exact"),  # before anything is handed on
@@ -89,7 +89,7 @@ BROKEN_OFF = [
 def test_a_request_broken_off_beside_its_run_gives_back_prefix_and_memory(
     tmp_path, monkeypatch, owner, name, kind
 ):
-    """Ctrl-C there left its lease, what that pinned and its rows until the engine was closed."""
+    """Ctrl-C there kept its lease, what that pinned and its rows until the engine was closed."""
 
     def broken(*_args, **_options):
         raise KeyboardInterrupt
@@ -111,14 +111,14 @@ def test_a_request_broken_off_beside_its_run_gives_back_prefix_and_memory(
 
 @pytest.mark.parametrize("policy", [Exact(), Recency(keep=0.9)], ids=lambda policy: policy.name)
 def test_a_read_without_memory_costs_its_prefix_and_holds_no_lease(tmp_path, monkeypatch, policy):
-    """The MemoryError came out of generate(), and of each close: the lease stayed until its time
-    limit, and what it pinned could not be evicted."""
+    """The MemoryError came out of generate(), and out of each close: the lease stayed until its
+    time limit, and what it pinned could not be evicted."""
     model, ids = tiny(), prompts(200)
     bare = model.generate(ids, max_new_tokens=4, do_sample=False)
     first, read = threading.Lock(), SsdTier.read
 
     def short(ssd, reads, *then):
-        if reads[0].sums is not None and first.acquire(blocking=False):  # rows, and no table
+        if reads[0].sums is not None and first.acquire(blocking=False):  # rows, not a table
             raise MemoryError
         read(ssd, reads, *then)
 
@@ -155,7 +155,7 @@ def test_an_engine_without_threads_answers_and_stores_when_there_are_some(
         assert engine.last_request.refused.startswith("no more threads can be started")
         engine.flush()
         assert (engine.n_skipped, engine.last_request.stored_tokens) == (1, 0)
-        threads.left = 2  # to store, and for memory ahead of need
+        threads.left = 2  # one to store, one for memory ahead of need
         assert torch.equal(engine.generate(ids, max_new_tokens=40, do_sample=False), without)
         engine.flush()
         assert (engine.n_skipped, engine.last_request.stored_tokens) == (1, 192)
@@ -175,8 +175,9 @@ def test_a_guard_without_a_thread_drops_its_shadow(tmp_path, threads):
 
 @pytest.mark.parametrize("name", ["impress-store", "impress-guard"])
 def test_a_close_that_was_cut_off_is_finished_by_the_next(tmp_path, monkeypatch, name):
-    """It returned at once: the store stayed open, and its shard locked until the process ended. And
-    who had waited for a thread told it to end twice: what drained its line then waited for ever."""
+    """The next one returned at once: the store stayed open, its shard locked until the process
+    ended. And after a close cut off in its wait for a thread, that thread was told to end twice:
+    what drained its line then waited for ever."""
     config = CONFIG.model_copy(update={"mode": "auto"})
     engine = hf.attach(tiny(), tmp_path, Liar(), config=config)
     engine._modes.rates = NoRates()
@@ -204,7 +205,7 @@ def test_a_close_that_was_cut_off_is_finished_by_the_next(tmp_path, monkeypatch,
 def test_a_model_that_ctrl_c_left_with_an_attention_of_ours_is_served_again(
     tmp_path, monkeypatch, which
 ):
-    """Every later request, and every attach, said that a request was under way in its thread."""
+    """Every later request, and every attach, was told that its thread had a request under way."""
     model, ids = tiny(), prompts(200)
     want = model.generate(ids, max_new_tokens=2)
     put = type(model).set_attn_implementation
@@ -233,8 +234,8 @@ def test_a_model_that_ctrl_c_left_with_an_attention_of_ours_is_served_again(
 def test_ctrl_c_before_a_thread_begins_leaves_the_next_request_to_begin_one(
     tmp_path, monkeypatch, name
 ):
-    """One that had never begun counted as there: `close` raised, and what was handed to it later
-    was waited for without end."""
+    """A thread that had never begun counted as running: `close` raised, and what was handed to it
+    later was waited for without end."""
     ids, begin = prompts(200), threading.Thread.start
 
     def interrupted(thread):
@@ -247,7 +248,7 @@ def test_ctrl_c_before_a_thread_begins_leaves_the_next_request_to_begin_one(
         virtual = hf.Virtual(batch=1, page_bytes=4096)
         engine = hf.attach(tiny(), path, Liar(), config=config, virtual=virtual)
         engine._modes.rates = NoRates()
-        if name == "impress-guard":  # whose first work is a hit
+        if name == "impress-guard":  # its first work is a hit
             engine.generate(ids, max_new_tokens=1)
             engine.flush()
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

@@ -54,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class NoRates(Rates):
-    """Nothing is known of costs: the mode is the policy's own, or what the guard makes of it."""
+    """Costs are unknown: the mode is the policy's own, or what the guard makes of it."""
 
     def estimate(self, *_):
         return {}
@@ -89,7 +89,7 @@ def ledger_of(engine):
 
 @dataclass(frozen=True)
 class Liar:
-    """Every row but one while it is honest; one row, and the same estimate, when it lies."""
+    """Chooses every row but one while honest; when it lies, one row, with the same estimate."""
 
     lies: list[bool] = field(default_factory=list, init=False, repr=False)
     name: str = field(default="liar", init=False, repr=False)
@@ -142,8 +142,8 @@ def test_a_selector_earns_trust_by_exact_answers_and_goes_sparse(tmp_path, looku
 
 
 def test_hits_that_take_every_row_earn_no_trust(tmp_path, lookup):
-    """They left nothing out and so were clean: after N of one window, too short to choose from, one
-    of eight was answered by a selector that had never been weighed."""
+    """They left nothing out and so were clean: after N hits of one window, too short for a choice,
+    a hit of eight was answered by a selector that had never been weighed."""
     doc = document("test", 0, 512)
     (question,) = questions(doc, TASKS[0], 1)
     short = torch.tensor([[*doc.tokens[:64], *question.tokens[:20]]])
@@ -199,7 +199,7 @@ def test_a_shadow_of_an_exact_request_weighs_what_would_have_been_left_out(tmp_p
     ((true, estimate),) = weighed
     fold = torch.Tensor.amax if per == "head" else torch.Tensor.mean
     assert true == pytest.approx(max(float(fold(mass)) for mass in masses), rel=1e-3)
-    assert estimate == pytest.approx(true, rel=1e-3)  # by the same keys
+    assert estimate == pytest.approx(true, rel=1e-3)  # both from the same keys
 
 
 def test_a_request_longer_than_what_is_kept_is_judged_by_its_last_rows(tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def test_a_policy_that_begins_to_lie_is_sent_back_and_earns_its_way_again(tmp_pa
         while ask(engine)[1].mode == "sparse":
             n_sparse += 1
             assert n_sparse < 10
-        assert n_sparse == 3  # of the last 5: with 3 over, the bound is above twice that of none
+        assert n_sparse == 3  # of the last 5: with 3 over, the bound is above twice that of 0
         (warned,) = [r.message for r in caplog.records if "back to exact" in r.message]
         assert "Liar()" in warned and "3 of the last 5" in warned
         ledger = ledger_of(engine)
@@ -250,13 +250,13 @@ def test_a_sparse_shadow_weighs_the_answers_own_selection(tmp_path):
         engine.generate(ids, max_new_tokens=1)
         engine.flush()
         assert engine.last_request.mode == "sparse"
-        assert ledger_of(engine)["worst_missing_mass"] > 0.3  # not that of a selection made anew
+        assert ledger_of(engine)["worst_missing_mass"] > 0.3  # not that of a new selection
 
 
 def test_a_long_sparse_request_is_weighed_by_what_it_was_served(open_store):
-    """Of more query rows than are kept, the shadow chose again by those that were. Here the last 30
-    of 1,280, a question say, look at rows that the request left out, as 30 are few; of the last 256
-    they are many, so the shadow chose their rows and called the request clean."""
+    """With more query rows than are kept, the shadow chose again by the kept ones. Here the last 30
+    of 1,280, say a question, look at rows that the request left out, as 30 are few; of the last 256
+    they are many, so the shadow chose those rows and called the request clean."""
     store = open_store(impress.Geometry(1, 2, 2, 16, "float32"))
     tokens, n_new, n_question = np.arange(129, dtype=np.int32), 1280, 30
     keys, new_keys = torch.zeros(2, 128, 16), torch.zeros(2, n_new, 16)
@@ -281,12 +281,12 @@ def test_a_long_sparse_request_is_weighed_by_what_it_was_served(open_store):
     assert weighed.true_mass == pytest.approx(true)
     ledger = guard.Ledger(policy.max_missing_mass, 300)
     ledger.note(weighed)
-    # its estimate is of all 1,280 rows, of which it is right
+    # its estimate is for all 1,280 rows, and right for them
     assert (ledger.n_exceeded, ledger.n_understated) == (1, 0)
 
 
 def test_nothing_of_a_request_is_held_once_it_is_weighed(tmp_path):
-    """The thread held its last watch while it waited for the next, on a GPU with all query rows."""
+    """The thread held its last watch, on a GPU with all query rows, as it waited for the next."""
     with filled(model_of("llama"), tmp_path, Liar(), guard_shadows=1) as engine:
         ask(engine)
         offer, held = engine._auditor.offer, []
@@ -314,7 +314,7 @@ def test_some_shadows_are_run_again_exactly(tmp_path, monkeypatch):
         assert engine.store.buffers.used_bytes == 0 and engine.store.stats()["leases"] == 0
     p, q = (out.logits[0][0].double().log_softmax(-1) for out in (exact, sparse))
     assert ledger["worst_kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3)
-    with torch.no_grad():  # of each token that came, whether the full model would have given it
+    with torch.no_grad():  # for each token that came, whether the full model would have given it
         logits = model(sparse.sequences[:, :-1]).logits[0, -12:]
     flips = int((logits.argmax(-1) != sparse.sequences[0, -12:]).sum())
     assert (ledger["reruns"], ledger["compared"], ledger["flips"]) == (1, 12, flips)
@@ -323,8 +323,8 @@ def test_some_shadows_are_run_again_exactly(tmp_path, monkeypatch):
 
 def test_what_is_run_again_is_no_use_of_the_prefix(tmp_path, monkeypatch):
     """Each rerun taught the history a use of every chunk, counted the rows as given to a request,
-    and had the whole prefix climb; later its bytes were still counted as given to a request, and it
-    was the latest use of the prefix where caches go by that."""
+    and made the whole prefix climb. Later its bytes were still counted as given to a request, and
+    caches that go by the latest use took it for one."""
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     policy, shown = Liar(), []
 
@@ -357,7 +357,7 @@ def test_what_is_run_again_is_no_use_of_the_prefix(tmp_path, monkeypatch):
 
 
 def test_what_is_run_again_gives_its_rows_back_within_its_turn(tmp_path, monkeypatch):
-    """Else the next request finds them on the device beside its own."""
+    """Otherwise the next request finds them on the device beside its own."""
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     with filled(model_of("llama"), tmp_path, Liar(), guard_shadows=1) as engine:
         ask(engine)
@@ -371,8 +371,8 @@ def test_what_is_run_again_gives_its_rows_back_within_its_turn(tmp_path, monkeyp
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_models_answers_are_run_again_too(tmp_path, monkeypatch, caplog):
-    """torch.compile's wrapper hands generate on, so a hook of its own heard nothing: each rerun was
-    a traceback, and its shadow was counted as one that was dropped, too."""
+    """torch.compile's wrapper passes generate on, so a hook on the wrapper heard nothing: each
+    rerun was a traceback, and its shadow was also counted as dropped."""
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     counts = []
     for model in (model_of("llama"), torch.compile(model_of("llama"), backend="eager")):
@@ -410,7 +410,7 @@ def trained_on(model):
 def test_a_model_that_changed_since_its_answer_is_not_compared_with_it(
     tmp_path, monkeypatch, change, when
 ):
-    """The KL between two models was the policy's, and was kept on disk."""
+    """The KL between two models was charged to the policy, and kept on disk."""
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     model, rerun, answered = model_of("llama"), hf_audit.rerun, threading.Event()
 
@@ -438,7 +438,7 @@ def test_a_model_that_changed_since_its_answer_is_not_compared_with_it(
 
 
 #: When an audit of three layers asks whether a request has come: at its first turn, before it reads
-#: each, at its second turn, before it computes each.
+#: each layer, at its second turn, before it computes each layer.
 ASKS = range(1, 9)
 AT_THE_SECOND_LAYER = ASKS[6]
 
@@ -465,8 +465,8 @@ def test_what_is_run_again_makes_way_for_a_request(tmp_path, monkeypatch, when):
 
 
 def test_a_request_does_not_wait_for_what_is_read_to_be_run_again(tmp_path, monkeypatch):
-    """An audit held the model's turn while its rows came behind everybody's: a request, of nothing
-    stored even, waited for up to read_timeout_s a layer."""
+    """An audit held the model's turn while its rows came after everybody else's: a request, even
+    one with nothing stored, waited for up to read_timeout_s per layer."""
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     model, retrieve, answered = model_of("llama"), RerunSession.retrieve, []
     with filled(model, tmp_path, Liar(), guard_shadows=1) as engine:
@@ -501,7 +501,7 @@ def test_an_audit_never_begins_beside_a_request():
 
 
 def test_a_request_that_waits_is_not_forgotten_when_another_ends():
-    """An audit that came between the two went on for a whole forward, and the request waited."""
+    """An audit between two requests went on for a whole forward, and the waiting one waited."""
     turn = Turn()
 
     def request():
@@ -513,7 +513,7 @@ def test_a_request_that_waits_is_not_forgotten_when_another_ends():
         waiting.start()
         while not turn.n_wanted:
             pass
-        request()  # this thread's own: it may
+        request()  # in the audit's own thread, which is allowed
         with pytest.raises(Interrupted):
             turn.check()
     waiting.join(60)
@@ -522,8 +522,8 @@ def test_a_request_that_waits_is_not_forgotten_when_another_ends():
 
 @of_fire
 def test_signals_leave_a_turn_that_works():
-    """An event's condition is in Python: a signal just behind the taking of its lock left that
-    taken, and the next request hung. Or one stayed counted, and no audit ever had its turn."""
+    """An Event's condition is in Python: a signal just after its lock was taken left it taken, and
+    the next request hung. Or a request stayed counted, and no audit ever had its turn."""
     turn = Turn()
 
     def act():
@@ -535,7 +535,7 @@ def test_signals_leave_a_turn_that_works():
     with ThreadPoolExecutor(1) as threads, turn.audit():
         turn.check()
         assert not threads.submit(turn._lock.acquire, blocking=False).result(60)
-    with ThreadPoolExecutor(1) as threads:  # nobody has the lock any more
+    with ThreadPoolExecutor(1) as threads:  # nobody holds the lock any more
         assert threads.submit(turn._lock.acquire, blocking=False).result(60)
 
 
@@ -548,7 +548,7 @@ def test_signals_leave_a_turn_that_works():
     ],
 )
 def test_a_layer_that_was_understated_is_not_hidden_by_another(monkeypatch, layers, estimate):
-    """The largest true mass was held against the largest estimate, of whichever layers."""
+    """The largest true mass was compared with the largest estimate, of whichever layers."""
 
     class Session:
         def __init__(self, *_):
@@ -659,7 +659,7 @@ def test_attention_that_cannot_be_observed_stays_exact_and_says_so(tmp_path, cap
 
 
 def test_trust_earned_where_attention_is_seen_chooses_nothing_where_it_is_not(tmp_path):
-    """The log said that hits stay exact, and a ledger that had been saved made them sparse."""
+    """The log said that hits stay exact, but a ledger saved earlier made them sparse."""
     model = model_of("llama")
     with filled(model, tmp_path, Liar(), guard_shadows=1) as engine:
         ask(engine)
@@ -684,7 +684,7 @@ def test_what_a_policy_cannot_do_is_no_shadow(tmp_path, caplog):
     with guarded(model, tmp_path, StaticH2O(), guard_shadows=1) as engine:
         assert ask(engine)[1].mode == ask(engine)[1].mode == "exact"
         assert ledger_of(engine)["dropped"] == 2
-    assert caplog.text.count("stored without importance") == 1  # not once a request
+    assert caplog.text.count("stored without importance") == 1  # not once per request
 
 
 # --- keeping and showing --------------------------------------------------------------------------
@@ -711,7 +711,7 @@ def test_a_restart_keeps_the_ledger_and_a_damaged_one_begins_again(tmp_path):
 
 
 def test_an_identifier_that_was_edited_earns_its_own_trust(tmp_path):
-    """What it was before had earned the trust, and it was served from its first hit on."""
+    """The old identifier had earned the trust, and the edited one was served from its first hit."""
     model = model_of("llama")
 
     @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def attach(model, path, mode="sparse", **options):
 
 
 def continued(model, stored, ids, hit, n_new=8, **options):
-    """What the model itself gives: the stored run's cache, cut to the hit, then ids."""
+    """What the model itself gives for ids, over the stored run's cache cut to the hit."""
     cache = transformers.DynamicCache()
     with torch.no_grad():
         model(stored, past_key_values=cache)
@@ -93,7 +93,7 @@ def continued(model, stored, ids, hit, n_new=8, **options):
 
 
 def ending(ids, token):
-    """Options by which a row ends at this token, and is padded."""
+    """Options that make a row end at this token, and pad it."""
     return {"eos_token_id": token, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
 
 
@@ -105,7 +105,7 @@ def assert_same_bits(mine, theirs):
 
 
 def test_attach_says_what_it_wants_of_arguments_of_another_type(tmp_path):
-    """A model's name, a setting in a dict: the AttributeError of whatever looked at it first."""
+    """A model's name or a dict of settings raised the AttributeError of whatever met it first."""
     model, path = tiny(), tmp_path / "s"
     for given, config, said in (
         ("gpt2", None, "model: want a Transformers model .*from_pretrained.*got str"),
@@ -173,8 +173,8 @@ def test_a_batch_has_the_bits_of_continuing_and_is_cut_to_its_shortest_hit(
 
 
 def test_a_batch_cut_to_its_shortest_hit_is_counted_once(tmp_path):
-    """All was leased, let go and leased again as far as the shortest: two hits for each row. Where
-    a row misses, the others count what they have."""
+    """Every row was leased whole, let go and leased again up to the shortest hit: two hits for each
+    row. Where a row misses, the others count what they have."""
     ids = prompts(400, batch=3)
     with attach(tiny(), tmp_path) as engine:
         engine.generate(ids[:1, :130], max_new_tokens=1)
@@ -194,7 +194,7 @@ def test_a_batch_cut_to_its_shortest_hit_is_counted_once(tmp_path):
 
 
 def test_a_batch_of_prompts_of_one_token_is_answered(tmp_path):
-    """Nothing of them can be stored, so nothing is looked for: the store refused to look."""
+    """They cannot be stored, so they are not looked up: the store used to refuse the lookup."""
     model, ids = tiny(), prompts(1, batch=2)
     with attach(model, tmp_path) as engine:
         answer = engine.generate(ids, max_new_tokens=3)
@@ -204,7 +204,7 @@ def test_a_batch_of_prompts_of_one_token_is_answered(tmp_path):
 @pytest.mark.parametrize("given", ["arguments", "generation_config", "the model's own"])
 @pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
 def test_what_has_a_row_for_each_token_is_whole_on_a_hit_too(tmp_path, asked, given):
-    """The rows of reused tokens were missing in it, and nothing was said."""
+    """The rows of reused tokens were missing from it, without a word."""
     model, ids = tiny(attention="eager"), prompts(200)
     settings = {asked: True, "return_dict_in_generate": True}
     options = settings if given == "arguments" else {}
@@ -294,7 +294,7 @@ def test_two_threads_give_a_hit_the_bits_of_continuing_too(tmp_path, family):
 @pytest.mark.parametrize(("head_dim", "batch"), [(10, 1), (48, 2)])
 def test_rows_that_do_not_fill_their_pages_have_the_bits_of_continuing(tmp_path, head_dim, batch):
     # Rows of 40 and 192 bytes. Not 40 in a batch: torch's attention over the second prompt then
-    # rounds by where that begins among 64 bytes (AVX2), which stock caches change at each token.
+    # rounds by that prompt's offset in 64 bytes (AVX2), which stock caches change at each token.
     model = tiny("qwen3", num_attention_heads=3, num_key_value_heads=1, head_dim=head_dim)
     ids = prompts(200, batch=batch)
     with attach(model, tmp_path) as engine:
@@ -350,7 +350,7 @@ def test_generated_tokens_are_stored_and_found_by_the_next_turn(tmp_path):
         engine.flush()
         assert engine.last_request.stored_tokens == 64
         assert engine.store.lookup(mine.sequences[0].numpy().astype(np.int32)) == 192
-    # Continuing means from the same steps: prefill of the prompt, then token by token.
+    # Continuing means after the same steps: prefill of the prompt, then token by token.
     cache = transformers.DynamicCache()
     model.generate(ids, past_key_values=cache, max_new_tokens=60)
     cache.crop(128 - cache.get_seq_length())
@@ -378,15 +378,15 @@ def test_what_follows_the_end_token_is_not_stored(tmp_path):
 
 
 class OnDevice(torch.Tensor):
-    """As numpy finds a tensor on a GPU."""
+    """To numpy, it is like a tensor on a GPU."""
 
     def __array__(self, *_args, **_named):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
 
 def test_an_end_token_on_a_device_costs_no_answer(tmp_path):
-    """generate() takes eos_token_id as a tensor, too. The answer was there, and a TypeError came in
-    its place."""
+    """generate() takes eos_token_id as a tensor, too. The answer was ready, but a TypeError was
+    raised instead."""
     model, ids = tiny(), prompts(120)
     ends = torch.tensor([int(model.generate(ids, max_new_tokens=30)[0, 149])]).as_subclass(OnDevice)
     with attach(model, tmp_path) as engine:
@@ -416,8 +416,8 @@ def test_what_a_processor_rewrites_is_stored_as_the_model_was_given_it(tmp_path)
 
 
 def test_what_goes_by_the_tokens_so_far_and_rewrites_them_changes_no_name(tmp_path):
-    """It is asked before any processor that can be given: what it wrote was noted as what the model
-    had been given, and named the rows of other tokens."""
+    """It is called before any processor that can be given: the tokens it wrote were noted as those
+    the model had been given, and named the rows of other tokens."""
     model, ids = tiny(), prompts(120)
 
     def allowed(_batch, so_far):
@@ -435,8 +435,8 @@ def test_what_goes_by_the_tokens_so_far_and_rewrites_them_changes_no_name(tmp_pa
 
 
 def test_a_caller_that_uses_its_prompt_again_changes_no_prompt(tmp_path):
-    """A streamer's first call is before the model's: what it wrote into the caller's tensor was
-    computed, and stored under the prompt that had been there."""
+    """A streamer's first call comes before the model's: the tokens it wrote into the caller's
+    tensor were computed, and stored under the prompt that had been there."""
     model, ids = tiny(), prompts(200)
     again = ids.clone()
 
@@ -459,7 +459,7 @@ def test_a_caller_that_uses_its_prompt_again_changes_no_prompt(tmp_path):
 def test_an_engine_that_is_cut_off_as_it_is_made_leaves_its_store_to_the_next(
     tmp_path, monkeypatch
 ):
-    """Its threads and its shard stayed until the process ended."""
+    """Its threads kept running and its shard stayed taken until the process ended."""
     model = tiny()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(hf, "Weights", interrupted)
@@ -473,8 +473,8 @@ def interrupted(*_args):
 
 
 def test_a_streamer_that_writes_in_the_prompt_it_is_given_changes_no_prompt(tmp_path):
-    """On a CPU it was the tensor that the model was given next: the keys of other tokens were
-    stored under these."""
+    """On a CPU it was the very tensor that the model was given next: the keys of other tokens were
+    stored under the prompt's."""
     model, ids = tiny(), prompts(200)
 
     class Hiding:
@@ -493,7 +493,7 @@ def test_a_streamer_that_writes_in_the_prompt_it_is_given_changes_no_prompt(tmp_
 
 
 def test_equal_prompts_of_a_batch_count_once_as_stored(tmp_path):
-    """Each was counted: the store does not know yet what it has just accepted."""
+    """Every one was counted: the store does not know yet what it has just accepted."""
     with attach(tiny(), tmp_path) as engine:
         ids = torch.cat([prompts(200).repeat(3, 1), prompts(200, seed=2)])
         engine.generate(ids, max_new_tokens=1)
@@ -502,7 +502,7 @@ def test_equal_prompts_of_a_batch_count_once_as_stored(tmp_path):
 
 
 def test_what_is_stored_in_a_row_and_begins_alike_is_written_once(tmp_path, monkeypatch):
-    """Each was written whole: the next was begun before the one before was READY."""
+    """Each was written whole: the next was begun before the previous one was READY."""
     ids = torch.cat([prompts(128).repeat(4, 1), prompts(72, batch=4, seed=2)], 1)
     with attach(tiny(), tmp_path) as engine:
         begun, begin = [], engine.store.writer
@@ -521,10 +521,10 @@ def test_what_is_stored_in_a_row_and_begins_alike_is_written_once(tmp_path, monk
 
 
 def test_a_row_that_ends_before_its_first_window_keeps_nothing_from_being_stored(tmp_path):
-    """It was offered to the store, which refused it: rows behind it were lost and flush raised."""
+    """It was offered to the store, which refused it: rows after it were lost and flush raised."""
     model, ids = tiny(), prompts(40, batch=2, seed=3)
     free = model.generate(ids, max_new_tokens=60)
-    ends = next(t for t in free[0, 40:60].tolist() if t not in free[1, 40:])  # of row 0 alone
+    ends = next(t for t in free[0, 40:60].tolist() if t not in free[1, 40:])  # in row 0 alone
     with attach(model, tmp_path) as engine:
         out = engine.generate(ids, max_new_tokens=60, **ending(ids, ends))
         engine.flush()
@@ -557,8 +557,8 @@ def test_a_returned_cache_stays_whole_while_later_requests_run(tmp_path):
 
 
 def test_the_system_may_not_take_the_pages_of_a_returned_cache(tmp_path, monkeypatch):
-    """It came back to a pool, which marks what it keeps beyond 256 MiB as free to take: short of
-    memory, the next turn went on from zeros."""
+    """The pages came back to a pool, which marks what it keeps beyond 256 MiB as free to take: when
+    memory was short, the next turn went on from zeros."""
     model, ids, marked = tiny(), prompts(200), []
     monkeypatch.setattr("tiers.slots._may_be_taken", marked.append)
     with attach(model, tmp_path) as engine:
@@ -579,7 +579,7 @@ def test_the_system_may_not_take_the_pages_of_a_returned_cache(tmp_path, monkeyp
 def test_a_returned_cache_changed_in_place_changes_nothing_of_what_is_stored(
     tmp_path, monkeypatch, virtual
 ):
-    """It was the memory that was being stored: a hit had what the caller had made of it."""
+    """It was the very memory that was being stored: a hit had what the caller had made of it."""
     model, ids, may = tiny(), prompts(200), threading.Event()
     put = StoreQueue._store_rows
     monkeypatch.setattr(StoreQueue, "_store_rows", lambda *args: may.wait() and put(*args))
@@ -598,19 +598,19 @@ def test_a_returned_cache_changed_in_place_changes_nothing_of_what_is_stored(
 
 
 class OwnCache(transformers.LlamaForCausalLM):
-    """As PEFT's prefix tuning, which puts a cache of its own in the place of the one given."""
+    """Like PEFT's prefix tuning, which puts a cache of its own in place of the given one."""
 
     @functools.wraps(transformers.LlamaForCausalLM.forward)
     def forward(self, *args, past_key_values=None, **named):
         if not isinstance(past_key_values, transformers.DynamicCache):
-            assert past_key_values.max_cache_len == -1  # as PEFT asks a cache that is not dynamic
+            assert past_key_values.max_cache_len == -1  # PEFT asks this of a non-dynamic cache
             past_key_values = transformers.DynamicCache()
         return super().forward(*args, past_key_values=past_key_values, **named)
 
 
 def test_a_model_that_answers_by_a_cache_of_its_own_costs_no_answer(tmp_path):
-    """The cache it had been given was to be returned, and nothing stood in it: an AttributeError
-    came in the answer's place."""
+    """The cache it had been given was to be returned, but it was empty: an AttributeError was
+    raised instead of an answer."""
     model, ids = tiny(), prompts(200)
     bare = model.generate(ids, max_new_tokens=4)
     model.__class__ = OwnCache
@@ -691,7 +691,7 @@ def test_a_line_that_was_closed_frees_what_it_is_offered_and_begins_no_thread(tm
 
 @pytest.fixture
 def made(monkeypatch):
-    """References to the caches of requests, as they are made; none keeps one."""
+    """Weak references to the requests' caches, as they are made; none keeps a cache alive."""
     caches = []
 
     def noted(*args, **options):
@@ -704,7 +704,7 @@ def made(monkeypatch):
 
 
 def test_nothing_of_a_request_is_held_once_it_is_stored(tmp_path, made):
-    """The thread held its last job while it waited for the next, on a GPU with all its rows."""
+    """The thread held its last job, on a GPU with all its rows, while it waited for the next."""
     with attach(tiny(), tmp_path) as engine:
         engine.generate(prompts(200), max_new_tokens=2)
         engine.flush()
@@ -715,10 +715,10 @@ def test_nothing_of_a_request_is_held_once_it_is_stored(tmp_path, made):
 
 @pytest.mark.parametrize("n_new", [1, 3])
 def test_a_hit_leaves_the_garbage_collector_nothing(tmp_path, made, n_new):
-    """Its first layer led back to its cache, with what lies on the device, until a pass over all
-    objects came by, minutes later."""
+    """Its first layer referred back to its cache and so kept what lies on the device, until the
+    collector's next pass over all objects, minutes later."""
     with attach(tiny(), tmp_path) as engine:
-        for _ in range(2):  # stored, and hit: what is made once is made
+        for _ in range(2):  # stored, then hit: anything made only once exists now
             engine.generate(prompts(200), max_new_tokens=1)
             engine.flush()
         gc.collect()
@@ -733,7 +733,7 @@ def test_a_hit_leaves_the_garbage_collector_nothing(tmp_path, made, n_new):
 
 
 def test_rows_given_back_are_held_by_nobody():
-    """A device's memory is that of the tensors on it, and a layer held the last it had returned."""
+    """Device memory is held by the tensors on it, and a layer kept the last ones it returned."""
     cache = RowsCache(impress.Geometry(1, 1, 1, 8, dtype="float32"), 1, 64, BufferPool(None))
     new = torch.zeros(1, 1, 3, 8)
     returned = [weakref.ref(rows) for rows in cache.update(new, new, 0)]
@@ -757,7 +757,7 @@ def test_rows_beyond_the_room_move_to_more_room():
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_rows_on_their_way_to_a_device_take_no_room_for_an_answer(device):
-    """For an answer of 32,768 tokens a prefix of a window took 4 GB of the host's memory."""
+    """For an answer of 32,768 tokens, a prefix of one window took 4 GB of host memory."""
     pool = BufferPool(None)
     geometry = impress.Geometry(1, 1, 1, 8, dtype="float32")
     cache = RowsCache(geometry, 1, 1 << 16, pool, n_prefix=64, on_host=False)
@@ -767,7 +767,7 @@ def test_rows_on_their_way_to_a_device_take_no_room_for_an_answer(device):
     new = torch.zeros(1, 1, 200, 8, device=device)
     k, v = cache.update(new, new, 0)
     assert k.shape == v.shape == (1, 1, 264, 8)
-    if device == "cpu":  # of a model whose layers are on several
+    if device == "cpu":  # in a model whose layers are on several devices
         assert all(bool((rows[:, :, :64] == 1).all()) for rows in (k, v))
     end_reads(None, cache)
     cache.release()
@@ -784,7 +784,7 @@ def test_rows_on_their_way_to_a_device_take_no_room_for_an_answer(device):
     ],
 )
 def test_keys_that_are_not_of_the_stores_kind_are_refused(shape, dtype, said):
-    """Copied into its rows they would be converted, or repeated, without a word."""
+    """Copied into the cache's rows, they would be converted, or repeated, without a word."""
     cache = RowsCache(impress.Geometry(1, 2, 2, 8, dtype="float32"), 1, 64, BufferPool(None))
     new = torch.zeros(shape, dtype=dtype)
     with pytest.raises(Unsupported, match=said):
@@ -793,8 +793,8 @@ def test_keys_that_are_not_of_the_stores_kind_are_refused(shape, dtype, said):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_memory_a_prefix_was_read_into_is_not_rented_again_before_its_reads_end(device):
-    """Copies of a prefix are made from there, behind the request, when its rows have long moved:
-    to more room, or to another device. Rented meanwhile, others wrote over what was copied."""
+    """A prefix is copied from there after the request, when its rows have long moved to more room
+    or to another device. When it was rented meanwhile, others overwrote what was being copied."""
     pool = BufferPool(None)
     cache = RowsCache(impress.Geometry(1, 1, 1, 8, dtype="float32"), 1, 64, pool, n_prefix=64)
     views = cache.layers[0].prefix_views(0)
@@ -802,7 +802,7 @@ def test_memory_a_prefix_was_read_into_is_not_rented_again_before_its_reads_end(
         view.fill_(1)
     new = torch.zeros(1, 1, 1, 8, device=device)
     cache.update(new, new, 0)
-    others = [pool.acquire(PAGE) for _ in views]  # as large as what the rows have left
+    others = [pool.acquire(PAGE) for _ in views]  # as large as the memory the rows moved out of
     for other in others:
         other.array[:] = 255
     assert all(bool((view == 1).all()) for view in views)
@@ -817,7 +817,7 @@ def test_memory_a_prefix_was_read_into_is_not_rented_again_before_its_reads_end(
 
 
 def damage(path: Path, row: bytes) -> None:
-    """Flip a bit of `row` wherever it stands in a segment on disk."""
+    """Flip a bit of `row` where it is found in a segment on disk."""
     n_found = 0
     for file in (file for file in path.rglob("*") if file.is_file()):
         data = file.read_bytes()
@@ -871,12 +871,12 @@ def test_a_damaged_prefix_is_computed_again_and_the_answer_is_right(tmp_path, fa
         engine.flush()
         again = engine.generate(ids, max_new_tokens=8)
         assert torch.equal(again, bare)
-        assert engine.last_request.hit_tokens == 192  # stored anew
+        assert engine.last_request.hit_tokens == 192  # stored again
 
 
 def test_a_prefix_lost_before_the_prompt_is_streamed_leaves_it_to_be_heard(tmp_path, monkeypatch):
-    """The second run kept back the prompt that the first had not streamed: TextStreamer, told to
-    skip it, skipped the first token of the answer."""
+    """The second run withheld the prompt, which the first had not streamed: TextStreamer, told to
+    skip the prompt, skipped the first token of the answer."""
 
     def expired(*_):
         raise PrefixLost("expired", "told to be")
@@ -908,11 +908,11 @@ def test_a_streamer_hears_a_hit_as_it_hears_the_bare_model(tmp_path):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_prefix_is_let_go_once_it_is_there_and_not_behind_the_last_token(tmp_path, batch):
-    """Its lease lasted for the whole answer: of a long one it was taken for a leak, and said to be
-    one; nothing of it could be evicted, and no request behind it went by what it had shown."""
+    """Its lease lasted for the whole answer: during a long one it was taken for a leak and reported
+    as one; none of it could be evicted, and no later request used what it had shown."""
     leases, learnt = [], []
 
-    def looking(_ids, scores):  # behind each pass
+    def looking(_ids, scores):  # after each pass
         wait_for_promotions(engine.store)
         leases.append(engine.store.stats()["leases"])
         learnt.append(sum(engine.store.stats()["rows_from"].values()))
@@ -1000,7 +1000,7 @@ def test_a_model_that_is_not_served_is_refused_by_name(tmp_path, model, named):
 
 
 def test_a_model_whose_tokens_come_to_see_those_behind_them_is_refused(tmp_path):
-    """A prompt's beginning is then another with each end: a hit had the keys of another prompt."""
+    """The keys of a prompt's beginning then depend on its end: a hit had another prompt's keys."""
     model = tiny()
     with attach(model, tmp_path) as engine:
         model.config.is_causal = False
@@ -1029,7 +1029,7 @@ def replaced_functions():
 
 @pytest.mark.parametrize("which", replaced_functions())
 def test_a_function_that_all_attention_calls_is_not_replaced_unseen(tmp_path, monkeypatch, which):
-    """One line puts an attention of 8 bits in torch's place: its rows answered the stock model."""
+    """One line can put an 8-bit attention in place of torch's: its rows served the stock model."""
     where, name, other = replaced_functions()[which]
 
     def replace(patch):
@@ -1065,7 +1065,7 @@ def test_float16_that_is_added_up_in_float16_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"])
 def test_float32_that_onednn_rounds_is_refused(monkeypatch, name):
-    """torch's own setting says "highest" then, all the same."""
+    """torch's own setting still says "highest" then."""
     stub = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
     for fine in ("STRICT", ""):
         monkeypatch.setenv(name, fine)
@@ -1081,8 +1081,8 @@ def test_float32_that_onednn_rounds_is_refused(monkeypatch, name):
     [("llama", "model.layers.1.self_attn"), ("opt", "model.decoder.layers.1.self_attn")],
 )
 def test_an_attention_that_sees_what_follows_is_refused_whenever_it_comes(tmp_path, family, path):
-    """The config alone was asked, and torch's sdpa goes by the module where there is no mask: a hit
-    had the keys of another prompt's end."""
+    """Only the config was checked, but torch's sdpa follows the module where there is no mask: a
+    hit had keys computed with another prompt's end."""
     model, ids = tiny(family), prompts(200)
     said = rf"^{re.escape(path)} has is_causal=False: keys depend on what follows them$"
     with attach(model, tmp_path / "late") as engine:
@@ -1123,13 +1123,13 @@ def test_a_quantization_that_scales_by_all_of_a_pass_is_refused(
 
 
 def of_another_class(model, name):
-    """As torchao's convert_to_float8_training makes of a Linear: the same parameters."""
+    """As torchao's convert_to_float8_training does with a Linear: the parameters stay the same."""
     kind = type(name, (torch.nn.Linear,), {"__module__": "else.where"})
     model.model.layers[0].self_attn.k_proj.__class__ = kind
 
 
 def test_a_module_of_another_class_is_another_model(tmp_path):
-    """Over the same tensors: one model took the rows of the other."""
+    """Even over the same tensors: one model was given the rows of the other."""
     model, ids = tiny(), prompts(200)
     with attach(model, tmp_path) as engine:
         engine.generate(ids, max_new_tokens=1)
@@ -1143,7 +1143,7 @@ def test_a_module_of_another_class_is_another_model(tmp_path):
 
 
 class Steered(torch.nn.Module):
-    """Around a layer, as activations are steered: no tensor of its own that is registered."""
+    """Wraps a layer, as activation steering does, and registers no tensor of its own."""
 
     def __init__(self, block):
         super().__init__()
@@ -1167,8 +1167,8 @@ def fewer_layers(model):
 
 @pytest.mark.parametrize("change", [steer, another_activation, fewer_layers])
 def test_what_computes_otherwise_over_the_same_tensors_is_noticed(tmp_path, change):
-    """Rows of before answered it, and its own were stored under the stock model's name; with fewer
-    layers a hit that returns its cache ended in an AttributeError."""
+    """Earlier rows answered it, and its own were stored under the stock model's name; with fewer
+    layers, a hit that returns its cache ended in an AttributeError."""
     model, ids = tiny(), prompts(200)
     with attach(model, tmp_path) as engine:
         engine.generate(ids, max_new_tokens=1)
@@ -1190,8 +1190,8 @@ def test_a_linear_that_scales_by_all_of_a_pass_is_refused(tmp_path):
 
 @pytest.mark.parametrize("given", [in_a_dict, in_an_object])
 def test_int8_that_looks_for_outliers_in_all_rows_is_refused(tmp_path, given):
-    """Which columns it computes in float goes by all rows of a pass, those behind a token too: a
-    hit had the keys of another prompt's end."""
+    """All rows of a pass, even those after a token, decide which columns it computes in float: a
+    hit had keys computed with another prompt's end."""
     model = tiny()
     for settings, threshold in (({}, 6.0), ({"llm_int8_threshold": 4.5}, 4.5)):
         model.config.quantization_config = given(**settings)
@@ -1206,7 +1206,7 @@ def test_int8_that_looks_for_outliers_in_all_rows_is_refused(tmp_path, given):
 
 
 class Linear8bitLt(torch.nn.Linear):
-    """What bitsandbytes puts in a layer's place, as far as it is looked at."""
+    """The module that bitsandbytes puts in a layer's place, as far as the engine looks at it."""
 
     def __init__(self, layer, threshold):
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -1215,8 +1215,8 @@ class Linear8bitLt(torch.nn.Linear):
 
 
 def test_int8_goes_by_the_threshold_that_a_module_was_loaded_with(tmp_path):
-    """The config was believed. Set there after loading, as our own line advised, it changes no
-    module: a hit had the keys of another prompt's end, and such keys were stored."""
+    """The config was believed. Set there after loading, as our own error advised, the threshold
+    changes no module: a hit had keys computed with another prompt's end, and such were stored."""
     model, ids = tiny(), prompts(200)
     model.config.quantization_config = in_a_dict(llm_int8_threshold=0.0)
     attention = model.model.layers[1].self_attn
@@ -1274,7 +1274,7 @@ def test_a_request_that_is_not_served_is_refused_by_name(tmp_path, options, name
 
 @pytest.mark.parametrize("keep", [torch.tensor([0]), torch.tensor(0), [0], np.array([0])], ids=repr)
 def test_logits_of_named_positions_are_refused(tmp_path, keep):
-    """They count from the beginning of a pass, and that of a hit begins behind what was stored: it
+    """They count from the beginning of a pass, and a hit's pass begins after the stored tokens: it
     gave another token than a miss."""
     model, ids = tiny(), prompts(200)
     want = model.generate(ids, max_new_tokens=4)
@@ -1289,7 +1289,7 @@ def test_logits_of_named_positions_are_refused(tmp_path, keep):
 
 @pytest.mark.parametrize("name", [*hf_models._REFUSED, "cache_implementation", "attention_mask"])
 def test_what_is_refused_may_be_none(tmp_path, name):
-    """As callers that hand all arguments on have it; past_key_values=None came twice then."""
+    """Callers that pass all arguments on give None; past_key_values=None then came twice."""
     model = tiny()
     want = model.generate(prompts(10), max_new_tokens=2)
     with attach(model, tmp_path) as engine:
@@ -1298,8 +1298,8 @@ def test_what_is_refused_may_be_none(tmp_path, name):
 
 @pytest.mark.parametrize("n_new", [1 << 40, sys.maxsize])
 def test_rows_that_no_memory_holds_are_refused_in_a_line(tmp_path, n_new):
-    """What the pool raises, an error of the media's own, came through to the caller; and what
-    Python raises for more bytes than an address can tell."""
+    """The pool's error, one of the media's own, came through to the caller; so did the one that
+    Python raises for more bytes than can be addressed."""
     with attach(tiny(), tmp_path) as engine:
         with pytest.raises(StoreFailed, match="max_new_tokens"):
             engine.generate(prompts(10), max_new_tokens=n_new)
@@ -1308,7 +1308,7 @@ def test_rows_that_no_memory_holds_are_refused_in_a_line(tmp_path, n_new):
 
 
 def test_pad_tokens_without_a_mask_are_refused_as_padding(tmp_path):
-    """generate() itself hides them then; here they were computed on, and nothing was said."""
+    """generate() itself masks them then; the engine computed with them, without a word."""
     model, ids = tiny(), prompts(10).clone()
     ids[0, :2] = 3
     ones = torch.ones_like(ids)
@@ -1320,14 +1320,14 @@ def test_pad_tokens_without_a_mask_are_refused_as_padding(tmp_path):
         with pytest.raises(Unsupported, match="padded prompts: token 3 pads"):
             engine.generate(ids, max_new_tokens=2)
         assert engine.last_request is None
-        # Where a mask says that they are meant, and where they end answers too, as generate() does.
+        # Served, as by generate(), where a mask says they are meant or where they end answers too.
         for options in ({"attention_mask": ones}, {"eos_token_id": [7, 3]}):
             want = model.generate(ids, max_new_tokens=2, **options)
             assert torch.equal(engine.generate(ids, max_new_tokens=2, **options), want)
 
 
 def test_an_end_token_of_none_takes_the_models_own_away(tmp_path):
-    """generate() then hides the pad tokens that it would have ended at; here they were seen."""
+    """generate() then masks the pad tokens that would have ended answers; the engine saw them."""
     model, ids = tiny(), prompts(10).clone()
     ids[0, :2] = 3
     model.generation_config.pad_token_id = model.generation_config.eos_token_id = 3
@@ -1369,8 +1369,8 @@ def test_tokens_that_are_no_prompt_are_bad_input(tmp_path, ids, named):
     ("mode", "policy"), [("exact", impress.Exact()), ("sparse", impress.Paper())]
 )
 def test_what_outgrows_learned_positions_is_one_line(tmp_path, mode, policy):
-    """It was torch's bare IndexError, with a hit as without. Stock Transformers gives what comes
-    before, and RoPE has no last position."""
+    """It was torch's bare IndexError, with or without a hit. Stock Transformers answers as far as
+    the positions go, and RoPE has no last position."""
     model, ids = tiny("opt", max_position_embeddings=200), prompts(201)
     with attach(model, tmp_path, policy=policy) as engine:
         for _ in range(2):
@@ -1391,7 +1391,7 @@ def test_what_outgrows_learned_positions_is_one_line(tmp_path, mode, policy):
 
 
 def test_the_prompt_goes_by_either_of_its_names(tmp_path):
-    """Transformers' own name for it is `inputs`: that was a TypeError for want of input_ids."""
+    """Transformers' own name for it is `inputs`, which was a TypeError: input_ids was missing."""
     model, ids = tiny(), prompts(10)
     want = model.generate(inputs=ids, max_new_tokens=2)
     with attach(model, tmp_path) as engine:
@@ -1406,7 +1406,7 @@ def test_the_prompt_goes_by_either_of_its_names(tmp_path):
 
 @pytest.mark.parametrize("name", ["dynamic", "hybrid"])
 def test_the_cache_that_is_served_may_be_named_wherever_settings_are(tmp_path, name):
-    """As a keyword only: from a config, Transformers refused it beside a cache."""
+    """Only the keyword worked: from a config, Transformers refused it next to a cache."""
     model, ids = tiny(), prompts(10)
     want = model.generate(ids, max_new_tokens=2)
     given = transformers.GenerationConfig(max_new_tokens=2)
@@ -1448,8 +1448,8 @@ def test_arguments_of_a_wrong_kind_are_bad_input_and_say_what_was_wanted(tmp_pat
 
 
 def test_a_length_among_the_callers_criteria_counts_as_transformers_has_it(tmp_path):
-    """It goes before max_new_tokens: an answer outgrew the window that had been compared with the
-    smaller of the two, and rows behind it were attended to."""
+    """It takes precedence over max_new_tokens: an answer outgrew the window, which had been
+    compared with the smaller of the two, and rows beyond it were attended to."""
     criteria = [transformers.MaxLengthCriteria(max_length=300)]
     with hf.attach(tiny("mistral", sliding_window=128), tmp_path / "a", config=CONFIG) as engine:
         with pytest.raises(Unsupported, match="sliding window of 128 tokens"):
@@ -1465,8 +1465,8 @@ def test_a_length_among_the_callers_criteria_counts_as_transformers_has_it(tmp_p
 
 
 def test_a_prefix_of_another_store_that_is_lost_in_an_answer_is_the_callers_affair(tmp_path):
-    """It was taken for this one's, and the answer begun again: tokens were streamed twice, and the
-    rows of the second stored under tokens of the first."""
+    """It was taken for this store's, and the answer was begun again: tokens were streamed twice,
+    and the rows of the second answer were stored under tokens of the first."""
     ids, heard = prompts(100), []
 
     class Lost:
@@ -1505,8 +1505,8 @@ def test_a_prefix_of_another_store_that_is_lost_in_an_answer_is_the_callers_affa
     ],
 )
 def test_a_sliding_window_is_refused_where_prompt_and_answer_outgrow_it(tmp_path, changes):
-    """Mistral's mask goes by the window alone: a config that called all layers full let through
-    what sparse requests then saw past the window."""
+    """Mistral's mask follows the window alone: a config that called all layers full was let
+    through, and sparse requests then saw past the window."""
     model = tiny(**changes)
     with attach(model, tmp_path) as engine:
         fits = prompts(90)
@@ -1517,8 +1517,8 @@ def test_a_sliding_window_is_refused_where_prompt_and_answer_outgrow_it(tmp_path
 
 
 def test_the_models_own_max_new_tokens_goes_before_a_calls_max_length(tmp_path):
-    """To generate() it does. The window was held against max_length, and a sparse answer then went
-    beyond it without a word: with other tokens than the model's."""
+    """In generate() it does. The window was compared with max_length, and a sparse answer then went
+    beyond it without a word, with other tokens than the model's."""
     model = tiny("mistral", sliding_window=100)
     model.generation_config.max_new_tokens = 20
     with attach(model, tmp_path) as engine:
@@ -1539,7 +1539,7 @@ def test_the_models_own_max_new_tokens_goes_before_a_calls_max_length(tmp_path):
     ],
 )
 def test_what_is_no_policy_is_told_what_one_is(tmp_path, policy, got):
-    """It read "policy str is not supported by this engine", of a class "policy type is not"."""
+    """It said "policy str is not supported by this engine"; for a class, "policy type is not"."""
     model, said = tiny(), re.escape(f"policy: want a policy such as impress.Quality(), got {got}")
     with pytest.raises(BadInput, match=f"^{said}$"):
         hf.attach(model, tmp_path, policy)
@@ -1571,13 +1571,13 @@ def in_a_word():
 
 
 def of_one_backend():
-    """torch then has no word for it, and raises where it is asked for one."""
+    """torch then has no word for the precision, and raises when it is asked for one."""
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
 
 @pytest.mark.parametrize("lower", [in_a_word, of_one_backend])
 def test_a_float32_model_whose_products_torch_may_round_is_refused(tmp_path, lower):
-    """What was stored at one precision was a hit at the other: keys of other bits."""
+    """Rows stored at one precision were a hit at the other: keys with other bits."""
     model, half, ids = tiny(), tiny(dtype=torch.bfloat16), prompts(10)
     said = r"set_float32_matmul_precision\('highest'\)$"
     with attach(model, tmp_path / "whole") as engine, attach(half, tmp_path / "half") as other:
@@ -1610,13 +1610,13 @@ def layers_in_training(model):
 
 
 def an_adapters_dropout(model):
-    """As LoRA is put into a model that was set to eval() before."""
+    """As when LoRA is put into a model that was set to eval() earlier."""
     model.model.layers[1].mlp.lora_dropout = torch.nn.Dropout(0.5)
 
 
 @pytest.mark.parametrize("change", [layers_in_training, an_adapters_dropout])
 def test_a_submodule_in_training_mode_is_refused_before_its_dropout_is_stored(tmp_path, change):
-    """The root alone was asked, and it says eval()."""
+    """Only the root module was asked, and it says eval()."""
     model, ids = tiny(attention_dropout=0.5), prompts(200)
     with attach(model, tmp_path) as engine:
         change(model)
@@ -1698,13 +1698,13 @@ def in_place(model):
 
 
 def through_data(model):
-    """As RL weight sync and EMA swaps write: the version autograd keeps does not move."""
+    """Writes as RL weight sync and EMA swaps do: the version that autograd keeps does not move."""
     for mine, new in zip(model.parameters(), tiny(seed=1).parameters(), strict=True):
         mine.data.copy_(new)
 
 
 def one_small_tensor_through_data(model):
-    """As an adapter's A and B are written: all other tensors stay."""
+    """Writes as into an adapter's A and B: all other tensors stay."""
     model.model.layers[1].input_layernorm.weight.data.mul_(1.5)
 
 
@@ -1765,7 +1765,7 @@ def test_weights_changed_after_attach_are_refused_until_attached_again(tmp_path,
 
 
 def test_of_changed_weights_nothing_is_stored_where_nothing_was_reused(tmp_path):
-    """They are looked at behind the answer then: the request fails all the same, as the next."""
+    """They are then checked after the answer: the request still fails, and so does the next."""
     model = tiny()
     with attach(model, tmp_path) as engine:
         in_place(model)
@@ -1778,7 +1778,7 @@ def test_of_changed_weights_nothing_is_stored_where_nothing_was_reused(tmp_path)
 
 
 def test_weights_that_change_during_a_request_leave_nothing_of_it(tmp_path):
-    """Their rows were stored under the name of what the model had been at its start."""
+    """Their rows were stored under the name of the model as it was at the request's start."""
     model = tiny()
     with attach(model, tmp_path) as engine:
 
@@ -1793,7 +1793,7 @@ def test_weights_that_change_during_a_request_leave_nothing_of_it(tmp_path):
 
 
 def test_weights_that_change_during_a_hit_leave_nothing_of_what_it_computed(tmp_path):
-    """They were looked at before the hit was read, and what came behind it was stored as theirs."""
+    """They were checked before the hit was read: rows computed after it were stored as theirs."""
 
     class Changing(Heard):
         def put(self, value):
@@ -1847,12 +1847,12 @@ def test_a_tensor_that_takes_the_memory_of_another_is_seen(tmp_path, alike):
 
 
 def louder(module, args, output):
-    """A hook that steers, as one that adds a vector to the residual stream does."""
+    """A hook that steers, like one that adds a vector to the residual stream."""
     return output * 1.5
 
 
 class Louder:
-    """As a hook of accelerate's that its user has written."""
+    """Like an accelerate hook that a user has written."""
 
     no_grad = False
 
@@ -1919,8 +1919,8 @@ def a_forward_of_its_own_under_accelerate(model):
 
 
 def parameters_moved(model):
-    """On a GPU it makes each tensor anew for a forward: every request was refused, as of changed
-    weights, and attach had let the model through."""
+    """On a GPU this hook makes each tensor anew for a forward: every request was refused, as if the
+    weights had changed, although attach had let the model through."""
     return dispatched(model.model.layers[0], accelerates("CpuOffload"))
 
 
@@ -1930,7 +1930,7 @@ def parameters_moved_among_others(model):
 
 
 def accelerates(name, **attributes):
-    """A hook that changes nothing, of a class that is called as accelerate's."""
+    """A hook that changes nothing, of a class with the name of one of accelerate's."""
     body = {
         "__module__": "accelerate.hooks",
         "no_grad": False,
@@ -1941,7 +1941,7 @@ def accelerates(name, **attributes):
 
 
 def dispatched(module, hook):
-    """As accelerate's add_hook_to_module, which device_map leads to; returns what undoes it."""
+    """Does what accelerate's add_hook_to_module does for a device_map; returns what undoes it."""
 
     def new_forward(module, *args, **kwargs):
         args, kwargs = module._hf_hook.pre_forward(module, *args, **kwargs)
@@ -1976,7 +1976,7 @@ CODE = [
 
 @pytest.mark.parametrize(("change", "said"), CODE)
 def test_a_model_that_computes_by_code_no_key_covers_is_refused(tmp_path, change, said):
-    """What a steered model had stored once was a hit of the bare one."""
+    """Rows that a steered model had once stored were hits for the bare one."""
     model = tiny()
     undo = change(model)
     try:
@@ -1990,7 +1990,7 @@ def test_a_model_that_computes_by_code_no_key_covers_is_refused(tmp_path, change
 
 @pytest.mark.parametrize("path", ["", "model.layers.1.self_attn"])
 def test_a_model_of_code_that_came_with_its_files_is_refused(tmp_path, path):
-    """Another forward over the same weights and config: its rows were hits of the stock model."""
+    """Another forward over the same weights and config: its rows were hits for the stock model."""
     model = tiny()
     module = model.get_submodule(path)
     module.__class__ = type("Mine", (type(module),), {"__module__": "transformers_modules.my.code"})
@@ -1999,8 +1999,8 @@ def test_a_model_of_code_that_came_with_its_files_is_refused(tmp_path, path):
 
 
 def test_a_decoding_loop_that_came_with_a_models_files_is_refused(tmp_path, monkeypatch):
-    """With trust_remote_code it is put in the place of a stock model's generate(), and may pass any
-    positions: what it had stored was a hit of the model loaded without it."""
+    """With trust_remote_code it takes the place of a stock model's generate(), and may pass any
+    positions: the rows it had stored were hits for the model loaded without it."""
     cache = str(tmp_path / "modules")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -2049,8 +2049,8 @@ ADAPTERS = [
 def test_an_adapter_that_goes_by_what_follows_is_refused_whenever_it_comes(
     tmp_path, settings, said
 ):
-    """Where an activated LoRA begins, and how X-LoRA mixes, is in no prefix: a hit had the keys of
-    another prompt's end."""
+    """No prefix tells where an activated LoRA begins or how X-LoRA mixes: a hit had keys computed
+    with another prompt's end."""
     model, ids = tiny(), prompts(200)
     plain = SimpleNamespace(peft_type="LORA", alora_invocation_tokens=None)
     with attach(model, tmp_path / "late") as engine:
@@ -2083,7 +2083,7 @@ def a_device_map_taken_back(model):
 
 
 def what_peft_puts_back(model):
-    """Behind each generate(): the model's own, in the model or in the module around it."""
+    """After each generate(): the model's own method, in the model or in the module around it."""
     bound = model.prepare_inputs_for_generation
     model.prepare_inputs_for_generation = model.model.prepare_inputs_for_generation = bound
 
@@ -2116,7 +2116,7 @@ def test_code_that_leaves_rows_as_they_are_is_served(tmp_path, change):
 
 
 def test_a_module_that_torch_has_compiled_is_served(tmp_path):
-    """What compiles it stands around it, with a forward that is no class's."""
+    """The compiling wrapper around it has a forward that is no class's."""
     model, ids = tiny(), prompts(200)
     bare = model.generate(ids, max_new_tokens=4)
     model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, backend="eager")
@@ -2139,7 +2139,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_engine_in_a_forks_child_is_refused_and_closes_without_a_touch(tmp_path, call):
-    """Its threads stayed behind: close waited for them for ever."""
+    """Its threads stayed in the parent: close waited for them for ever."""
     ask, said = CALLS[call]
     model, ids = tiny(), prompts(200)
     with attach(model, tmp_path) as engine:
@@ -2153,7 +2153,7 @@ def test_an_engine_in_a_forks_child_is_refused_and_closes_without_a_touch(tmp_pa
 
 @pytest.mark.parametrize("call", [*CALLS, "attach"])
 def test_a_child_forked_while_a_request_runs_does_not_wait_for_its_turn(tmp_path, call):
-    """The lock came along, and who would let it go did not."""
+    """The lock came along, but the thread that would release it did not."""
 
     class Halted(Heard):
         def put(self, value):
@@ -2187,8 +2187,8 @@ def test_a_closed_engine_says_so(tmp_path):
 
 
 class Closing:
-    """A streamer that has its engine closed after the first token; `beside`: by another thread,
-    which then waits for the request, or has closed it."""
+    """A streamer that has its engine closed after the first token; with `beside`, by another
+    thread, which then waits for the request, or has closed the engine."""
 
     def __init__(self, engine, beside):
         self.engine, self.beside, self.n_put, self.closer = engine, beside, 0, None
@@ -2229,7 +2229,7 @@ def closed_meanwhile(path, hit, *, beside):
 
 @pytest.mark.parametrize("hit", [0, 192])
 def test_close_waits_for_the_request_another_thread_is_at(tmp_path, hit):
-    """It ran on beside: its rows were lost, and a thread was begun that nobody ended."""
+    """The request ran on meanwhile: its rows were lost, and it began a thread that nobody ended."""
     model, engine, answer = closed_meanwhile(tmp_path, hit, beside=True)
     request = engine.last_request
     assert (request.hit_tokens, request.stored_tokens, request.refused) == (hit, 256 - hit, "")

@@ -1,5 +1,5 @@
-"""Importance that the engine hands to the store: the attention of the prompt's last rows, and not a
-bit of the answer changed by looking."""
+"""Importance that the engine hands to the store: the attention of the prompt's last rows. Observing
+it changes no bit of the answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def stored_importance(engine):
-    """Of every span, in the order stored: float32 [n_layers, rows], or None."""
+    """The importance of every span, in the order stored: float32 [n_layers, rows], or None."""
     store = engine.store
     return [read_header(store.ssd, record).importance for record in store.catalog.records()]
 
@@ -61,7 +61,7 @@ def test_observing_changes_no_bit(tmp_path, family, dtype, attention):
 def test_importance_is_the_models_own_attention(tmp_path, family, n_tokens):
     model, ids = tiny(family), prompts(n_tokens, batch=2)
     with attach(model, tmp_path, policy=Quality(0.1)) as engine:
-        engine.generate(ids, max_new_tokens=1, policy=Exact())  # takes batches
+        engine.generate(ids, max_new_tokens=1, policy=Exact())  # the policy that takes batches
         engine.flush()
         found = stored_importance(engine)
     want = attention_of_last_rows(model, ids)
@@ -72,7 +72,7 @@ def test_importance_is_the_models_own_attention(tmp_path, family, n_tokens):
 
 
 def test_a_longer_prompt_gives_its_own_rows_theirs(tmp_path):
-    """The rows behind an exact hit are told apart by the longer prompt's end; no bit changes."""
+    """The rows after an exact hit are told apart by the longer prompt's end; no bit changes."""
     model, ids = tiny("llama"), prompts(300)
     with attach(model, tmp_path, policy=Quality(0.1)) as engine:
         engine.generate(ids[:, :130], max_new_tokens=1)
@@ -115,7 +115,7 @@ def test_policies_that_choose_by_importance_are_served(tmp_path, policy):
 
 @pytest.fixture
 def default_dtype():
-    """Sets what torch makes tensors of that are not told."""
+    """A function that sets the dtype torch gives to tensors that are made without one."""
     yield torch.set_default_dtype
     torch.set_default_dtype(torch.float32)
 
@@ -123,7 +123,7 @@ def default_dtype():
 @pytest.mark.parametrize("policy", [Quality(0.1), StaticH2O(0.25)], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_torchs_default_dtype_changes_no_bit(tmp_path, default_dtype, policy, dtype):
-    """Rows were not stored under one, and hits on a processor with VNNI failed under all."""
+    """Under one of them rows were not stored; under all, hits failed on a processor with VNNI."""
     answers, found = [], []
     for kind in (torch.float32, dtype):
         model, ids = tiny("llama"), prompts(200)
@@ -155,8 +155,8 @@ def test_the_models_attention_is_back_after_an_error(tmp_path):
 
 @pytest.mark.parametrize("policy", [Quality(0.1), Exact()], ids=lambda policy: policy.name)
 def test_guidance_is_refused_before_its_second_prompt_is_taken_for_the_prompt(tmp_path, policy):
-    """Its pass over another prompt once ran in the attention of this one: that prompt's rows told
-    what was important in this one, and what its mask hid was seen."""
+    """Guidance's pass over another prompt once ran with this prompt's attention: that prompt's rows
+    said what was important in this one, and tokens that its mask hid were seen."""
     model, ids = tiny("llama"), prompts(100)
     model.generation_config.guidance_scale = 1.5  # what a checkpoint may bring
     with attach(model, tmp_path, policy=policy) as engine:

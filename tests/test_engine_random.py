@@ -1,7 +1,7 @@
-"""Sessions of random requests under the Transformers engine, each beside the model alone.
+"""Sessions of random requests under the Transformers engine, each compared with the model alone.
 
-Prompts share beginnings, end early, are padded, come in batches and one behind the other while rows
-are stored, evicted and purged. Whatever happens to the store, the tokens are the model's own.
+Prompts share beginnings, end early, are padded, and come in batches and one after the other, while
+rows are stored, evicted and purged. Whatever happens to the store, the tokens are the model's own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("seed", range(24))
 def test_a_session_has_the_models_tokens_and_ends_well(seed: int, tmp_path: Path) -> None:
-    """By this were found: a batch row that ended before its first window and kept those behind it
-    from being stored (flush raised), and batches of one token, which were refused."""
+    """This found a batch row that ended before its first window and kept those after it from being
+    stored (flush raised), and batches of one token, which were refused."""
     rng = np.random.default_rng(seed)
     family = str(rng.choice(["opt", "llama", "qwen3", "mistral"]))
     model = tiny(family, attention=str(rng.choice(["sdpa", "sdpa", "eager"])), seed=seed)
@@ -54,7 +54,7 @@ def test_a_session_has_the_models_tokens_and_ends_well(seed: int, tmp_path: Path
         last = {
             "max_new_tokens": 3,
             "do_sample": False,
-        }  # and whatever came before, it still stores
+        }  # whatever came before, the engine still stores
         for _ in range(3):
             got = engine.generate(documents[4], **last)
             engine.flush()
@@ -64,7 +64,7 @@ def test_a_session_has_the_models_tokens_and_ends_well(seed: int, tmp_path: Path
 
 
 def settings(rng: Rng) -> dict[str, Any]:
-    """Of a store that is large enough for a session, or not."""
+    """Settings of a store that is large enough for a session, or not."""
     return {
         "admit": str(rng.choice(["first", "second"])),
         "dram_bytes": int(rng.choice([0, MIB, 8 * MIB])),
@@ -73,7 +73,7 @@ def settings(rng: Rng) -> dict[str, Any]:
 
 
 def request(rng: Rng, documents: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The head of a document, as often as there are rows, and in most a tail of each row's own."""
+    """The head of a document, once per row, and in most requests a tail of each row's own."""
     document, batch = documents[rng.integers(4)], int(rng.choice([1, 1, 2, 3]))
     most = document.shape[1] if rng.random() < 0.9 else 2
     ids = document[:, : int(rng.integers(1, most + 1))].repeat(batch, 1)

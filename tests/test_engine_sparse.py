@@ -1,4 +1,4 @@
-"""Sparse requests of the Transformers engine: a masked full cache's logits, and nothing stored."""
+"""Sparse requests in the Transformers engine: logits of a masked full cache, nothing stored."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def the_attention(model):
     ids=lambda given: getattr(given, "name", None) or given.__name__,
 )
 def test_a_compiled_model_has_the_bits_of_one_that_is_not(tmp_path, compiled, policy):
-    """torch traced what reads the rows, and every hit raised its error."""
+    """torch traced the code that reads the rows, and every hit raised torch's error."""
     answers, requests = [], []
     for change in (lambda model: None, compiled):
         model = model_of("llama")
@@ -290,7 +290,7 @@ def test_attach_adds_the_policys_probe_records_to_those_asked_for(tmp_path):
         engine.flush()
         engine.generate(ids, max_new_tokens=1)
         request = engine.last_request
-    # KV heads 0 and 1 of two: all keys, half of a layer's bytes, then a tenth of the rows.
+    # KV heads 0 and 1, of two: all keys are half of a layer's bytes, then come a tenth of the rows.
     assert request.bytes_share == pytest.approx(0.5 + 13 / HIT)
     assert request.fallback_share == 0
     assert 0 < request.estimated_missing_mass <= request.missing_mass_worst_head <= 1
@@ -329,7 +329,7 @@ def test_static_importance_is_served_where_it_was_stored(tmp_path):
 
 
 class InTurn(Rates):
-    """Whatever requests cost: each mode in its turn."""
+    """Chooses each mode in turn, whatever requests cost."""
 
     def __init__(self):
         super().__init__()
@@ -341,8 +341,8 @@ class InTurn(Rates):
 
 @pytest.mark.parametrize("policy", [StaticH2O(), SnapWindow()], ids=lambda policy: policy.name)
 def test_a_hit_whose_policy_goes_by_importance_may_be_read_whole_all_the_same(tmp_path, policy):
-    """Its sessions had been begun to see whether it could choose, and were taken for those of
-    reading all: BadInput, each time that all rows seemed the cheaper, or were to be measured."""
+    """Sessions begun to see whether the policy could choose were taken for sessions that read all:
+    a BadInput each time that reading all seemed cheaper, or was to be measured."""
     model, ids = model_of("llama"), request_ids()
     config = CONFIG.model_copy(update={"mode": "auto", "guard": "off"})
     with hf.attach(model, tmp_path, policy, config=config) as engine:
@@ -358,7 +358,7 @@ def test_a_hit_whose_policy_goes_by_importance_may_be_read_whole_all_the_same(tm
 
 
 def test_a_hit_without_importance_is_recomputed_where_that_is_faster(tmp_path):
-    """What choosing rows would take was compared, which nobody can there; then all were read."""
+    """The cost of choosing rows was compared, though none can be chosen; then all were read."""
     model, ids = model_of("llama", attention="eager"), request_ids()
     config = CONFIG.model_copy(update={"mode": "auto", "guard": "off"})
     with hf.attach(model, tmp_path, StaticH2O(), config=config) as engine:
@@ -376,7 +376,7 @@ def test_a_hit_without_importance_is_recomputed_where_that_is_faster(tmp_path):
 def test_a_hit_without_the_importance_its_policy_goes_by_is_exact_and_says_so(
     tmp_path, caplog, policy
 ):
-    """It was stored, by this engine, and each hit on it raised."""
+    """This engine stored such a prefix, and each hit on it raised."""
     model, ids = model_of("llama", attention="eager"), request_ids()  # which is never observed
     with attach(model, tmp_path, policy=policy) as engine:
         assert "eager attention cannot be observed" in caplog.text
@@ -463,7 +463,7 @@ class Asking:
 
 @pytest.mark.parametrize("hit", [0, HIT])
 def test_a_request_within_another_of_its_thread_is_refused_saying_so(tmp_path, hit):
-    """It said that the model's attention was not supported, and to set another."""
+    """The error said that the model's attention was not supported, and to set another."""
     with attach(model_of("llama"), tmp_path, policy=Quality()) as engine:
         if hit:
             engine.generate(prompts(HIT), max_new_tokens=1)
@@ -474,7 +474,7 @@ def test_a_request_within_another_of_its_thread_is_refused_saying_so(tmp_path, h
 
 
 class Halting(tuple):
-    """Rows by layer; who asks for the second layer's waits."""
+    """Rows by layer; asking for the second layer's waits for `go`."""
 
     def __init__(self, _rows):
         self.reached, self.go = threading.Event(), threading.Event()
@@ -487,8 +487,8 @@ class Halting(tuple):
 
 
 def test_two_engines_on_one_model_take_turns(tmp_path):
-    """While rows are chosen the model attends in another way, to whoever runs it: a second engine
-    refused its request, and one that had begun a moment before was answered without a mask."""
+    """While rows are chosen the model attends in another way, whoever runs it: a second engine's
+    request was refused, and one begun a moment before was answered without a mask."""
     model, ids, chosen = model_of("llama"), request_ids(), SIZES["different in each layer"]
     one, other = filled(model, tmp_path / "one"), filled(model, tmp_path / "other")
     halting = Halting(chosen)
@@ -512,8 +512,8 @@ def test_two_engines_on_one_model_take_turns(tmp_path):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_forward_without_the_engine_keeps_its_mask_beside_a_sparse_request(tmp_path, attention):
-    """Its mask was made under a name that makes none; by its first layer the request had ended, and
-    the model's own attention, back again, let it see what was padded."""
+    """Its mask was made under an attention name that makes none. Before its first layer the sparse
+    request ended, and the model's own attention, back again, let it see padded tokens."""
     model = model_of("llama", attention=attention)
     chosen = Halting(SIZES["only the last layer whole"])
     ids, shown = prompts(40, batch=2), torch.ones(2, 40, dtype=torch.bool)
@@ -529,7 +529,7 @@ def test_a_forward_without_the_engine_keeps_its_mask_beside_a_sparse_request(tmp
         options = {"max_new_tokens": 1, "policy": Given(chosen)}
         sparse = threads.submit(engine.generate, request_ids(), **options)
         assert chosen.reached.wait(60)
-        model.model.layers[0].register_forward_pre_hook(wait)  # which the request is past
+        model.model.layers[0].register_forward_pre_hook(wait)  # the sparse request is past it
         plain = threads.submit(model, ids, attention_mask=shown.long())
         assert is_masked.wait(60)
         chosen.go.set()

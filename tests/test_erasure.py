@@ -1,4 +1,4 @@
-"""What was purged stays gone: across kills, power cuts and rebuilds, in segments and index."""
+"""Purged data stays gone: across kills, power cuts and rebuilds, in segments and index."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cut_off(folder: Path, what: str) -> Path:
-    """A store whose writer was killed while a lease held a span that was purged, or repacked."""
+    """A store whose writer was killed while a lease held a span that it had purged or repacked."""
     path = folder / "store"
     done = subprocess.run(
         [sys.executable, "-c", _CUT_OFF, str(path), str(ROOT), what],
@@ -91,7 +91,7 @@ def cut_off(folder: Path, what: str) -> Path:
 
 
 def row_of(tokens: np.ndarray) -> bytes:
-    """A row of its keys, as it lies on the medium, whatever the order of rows."""
+    """One row of these tokens' keys, with its bytes on the medium, whatever the order of rows."""
     return kv_of(tokens, GEOMETRY)[0][0].transpose(1, 0, 2)[7].tobytes()
 
 
@@ -100,7 +100,7 @@ def segments(path: Path) -> Path:
 
 
 def test_a_purge_that_was_killed_is_finished_by_the_next_open(tmp_path: Path) -> None:
-    """What was to be erased was known to the dead process alone: its rows stayed for good."""
+    """Only the dead process knew what was to be erased: the rows stayed for good."""
     path = cut_off(tmp_path, "purge")
     assert row_of(prompt(256, 1)) in everything_in(segments(path))
     with impress.PrefixStore.open(path, GEOMETRY, "test", impress.Config(**SMALL)) as store:
@@ -114,7 +114,7 @@ def test_a_purge_that_was_killed_is_finished_by_the_next_open(tmp_path: Path) ->
 
 
 def test_a_rebuild_does_not_bring_back_what_a_killed_purge_took_out(tmp_path: Path) -> None:
-    """Its header lay in free space, whole: it was served again."""
+    """The header still lay whole in free space: the span was served again."""
     path = cut_off(tmp_path, "purge")
     found = rebuild_store(path)
     assert found.spans == 0 and (found.purged, found.notes) == (1, [])
@@ -126,8 +126,8 @@ def test_a_rebuild_does_not_bring_back_what_a_killed_purge_took_out(tmp_path: Pa
 def test_a_rebuild_asks_the_old_index_by_no_module_of_where_it_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python looks there first: a lmdb.py that lay there was run, by root perhaps, the index could
-    not be asked, and what a purge had taken out was served again."""
+    """Python looks there first: a lmdb.py in that folder was run, by root perhaps, the index could
+    not be read, and what a purge had taken out was served again."""
     path, here = cut_off(tmp_path, "purge"), tmp_path / "here"
     here.mkdir()
     (here / "lmdb.py").write_text("open('was-run', 'w').close()\n")
@@ -140,7 +140,7 @@ def test_a_rebuild_asks_the_old_index_by_no_module_of_where_it_is_run(
 def test_a_rebuild_that_was_cut_off_before_its_last_step_forgets_nothing_to_erase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one found no index, and asked none: what a purge had taken out was served again."""
+    """The next rebuild found no index to ask: what a purge had taken out was served again."""
     path, rename = cut_off(tmp_path, "purge"), Path.rename
 
     def dies(old: Path, new: Path) -> Path:
@@ -171,8 +171,8 @@ def test_a_purge_reaches_the_copy_that_a_killed_repack_left_behind(tmp_path: Pat
 
 @pytest.mark.parametrize("at", ["rows", "header"])
 def test_a_copy_that_a_kill_cut_off_is_erased_by_the_next_open(at: str, tmp_path: Path) -> None:
-    """Nobody knew of it any more: its rows lay in free space, and no purge reached them. What had
-    gone of the day's writes was forgotten, too."""
+    """Nobody knew of it any more: its rows lay in free space, where no purge reached them. How much
+    of the day's write budget had been spent was forgotten, too."""
     path = cut_off(tmp_path, at)
     assert everything_in(segments(path)).count(row_of(prompt(256, 1))) == 2
     config = impress.Config(**SMALL, daily_write_bytes=64 * MIB)
@@ -189,7 +189,7 @@ def test_a_copy_that_a_kill_cut_off_is_erased_by_the_next_open(at: str, tmp_path
 
 
 def test_a_rebuild_does_not_bring_back_a_copy_that_no_transaction_named(tmp_path: Path) -> None:
-    """Between its header and the index a kill left a sound span of a higher generation."""
+    """A kill between its header and the index left a sound span of a higher generation."""
     path = cut_off(tmp_path, "header")
     found = rebuild_store(path)
     assert (found.spans, found.purged, found.superseded) == (2, 1, 0)
@@ -201,7 +201,7 @@ def test_a_rebuild_does_not_bring_back_a_copy_that_no_transaction_named(tmp_path
 def test_a_purge_reaches_the_copy_that_a_repack_makes_meanwhile(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took the place of what the purge had just listed: it stayed, and was served."""
+    """The copy replaced what the purge had just listed: the copy stayed, and was served."""
     store = open_store(GEOMETRY, repack_every_s=0)
     tokens = prompt(256, 1)
     put_prompt(store, tokens).wait(60)
@@ -224,7 +224,7 @@ def test_a_purge_reaches_the_copy_that_a_repack_makes_meanwhile(
 def test_a_purge_reaches_stores_that_were_handed_over_before_it(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It listed what the tree held: what the committer had yet to show was served afterwards."""
+    """It listed what the tree held: stores that the committer had yet to show were then served."""
     store, begun, go_on = open_store(GEOMETRY), threading.Event(), threading.Event()
     first, second, his, sync = prompt(256, 1), prompt(256, 2), prompt(256, 3), SsdTier.sync
 
@@ -252,11 +252,11 @@ def test_a_purge_reaches_stores_that_were_handed_over_before_it(
     store.flush()
     store.check()
     store.close()
-    assert rebuild_store(store.path).spans == 1  # his was under way, too: nothing to be erased
+    assert rebuild_store(store.path).spans == 1  # his was under way, too, and is not to be erased
 
 
 def evicted_beside_a_kept_one(store: impress.PrefixStore, hers: np.ndarray) -> None:
-    """Her rows lie in free space of a segment that is not empty."""
+    """Evict her rows, which then lie in free space of a segment that is not empty."""
     put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
     put_prompt(store, prompt(64, 3), wait_s=60).wait(60)
     store.lease(prompt(64, 3)).release()
@@ -268,7 +268,7 @@ def evicted_beside_a_kept_one(store: impress.PrefixStore, hers: np.ndarray) -> N
 def test_a_purge_reaches_what_was_evicted_where_another_store_is_to_write(
     open_store: Open, stored: bool
 ) -> None:
-    """It erased what was free: that space was another's, who gave it back unwritten."""
+    """It erased free space: this space was another store's, which gave it back unwritten."""
     store, hers, his = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1), prompt(64, 2)
     evicted_beside_a_kept_one(store, hers)
     keys, values = kv_of(his, GEOMETRY)
@@ -291,7 +291,7 @@ def test_a_purge_reaches_what_was_evicted_where_another_store_is_to_write(
 def test_a_purge_reaches_what_was_evicted_where_a_store_has_just_got_its_space(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is in no list of stores under way yet."""
+    """That store is not yet on any list of stores under way."""
     store, hers, reserve = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1), SsdTier.reserve
     evicted_beside_a_kept_one(store, hers)
 
@@ -312,8 +312,8 @@ def test_a_purge_reaches_what_was_evicted_where_a_store_has_just_got_its_space(
 
 
 def begun_beside_a_purge(store: impress.PrefixStore, begin: Callable[[], object]) -> list[object]:
-    """What `begin` gave, on another thread, when the purge had refused what was under way and not
-    yet erased what is free."""
+    """The result of `begin`, called on another thread after the purge has refused the stores under
+    way and before it erases the free space."""
     wait_for, made = Reclaim.wait_for, list[object]()
 
     def meanwhile(reclaim: Reclaim, spans: Any) -> None:
@@ -329,7 +329,7 @@ def begun_beside_a_purge(store: impress.PrefixStore, begin: Callable[[], object]
 
 
 def test_a_purge_reaches_what_a_store_begun_beside_it_gives_back(open_store: Open) -> None:
-    """It asked once who was under way, and later passed over what was taken by then."""
+    """It asked once which stores were under way, and later passed over space taken meanwhile."""
     store, hers, his = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1), prompt(64, 2)
     evicted_beside_a_kept_one(store, hers)
     (writer,) = begun_beside_a_purge(store, lambda: store.writer(his, tenant="his", wait_s=60))
@@ -343,7 +343,7 @@ def test_a_purge_reaches_what_a_store_begun_beside_it_gives_back(open_store: Ope
 def test_a_purge_reaches_room_for_rows_whose_header_found_none(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was nobody's store yet: its space went back as it lay."""
+    """It belonged to no store yet: its space was given back unerased."""
     store, hers = open_store(GEOMETRY, dram_bytes=0), prompt(64, 1)
     evicted_beside_a_kept_one(store, hers)
     leaving = store._home.leaving
@@ -352,7 +352,7 @@ def test_a_purge_reaches_room_for_rows_whose_header_found_none(
     def in_vain(n_bytes: int, whole: int = 0, least: int | None = None) -> Slot | None:
         if least is None:
             return reserve(n_bytes, whole)
-        assert store.purge("hers") == (0, 0)  # while room for the header is waited for
+        assert store.purge("hers") == (0, 0)  # while the store waits for room for its header
         return None
 
     monkeypatch.setattr(leaving, "reserve", in_vain)
@@ -378,7 +378,7 @@ def test_a_store_begun_beside_a_purge_is_not_to_be_erased_any_more_once_it_is_re
 
 
 def test_a_purge_reaches_what_a_header_did_not_need(open_store: Open) -> None:
-    """The space behind a header went back as it lay, and with READY the note that was to have it
+    """The space after a header was given back unerased, and with READY the note that was to have it
     erased was gone."""
     n, geometry = 1024, impress.Geometry(2, 4, 2, 128, "float32")
     store = open_store(geometry, dram_bytes=0, segment_bytes=8 * MIB, write_buffer_bytes=8 * MIB)
@@ -419,7 +419,7 @@ def test_a_purge_reaches_a_span_between_tree_and_limbo(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last lease ended, and no list had it while the purge looked: where another process might
-    read it yet, its space was given back as it lay, later."""
+    still read it, its space was later given back unerased."""
     store, hers = open_store(GEOMETRY, dram_bytes=0, follow_every_s=0), prompt(64, 1)
     put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
     put_prompt(store, prompt(64, 3), wait_s=60).wait(60)
@@ -464,8 +464,8 @@ def test_a_purge_reaches_a_span_between_tree_and_limbo(
 def test_a_purge_counts_a_span_whose_lease_ends_as_it_counts(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It counted in limbo first: a span that went there before it counted in the tree was in
-    neither, and the purge said that nothing was left to erase."""
+    """The purge counted in limbo first: a span that went there before the purge counted in the tree
+    was in neither count, and the purge said that nothing was left to erase."""
     store, hers = open_store(GEOMETRY, dram_bytes=0, follow_every_s=0), prompt(64, 1)
     put_prompt(store, hers, wait_s=60, tenant="hers").wait(60)
     leases = [store.lease(hers, tenant="hers")]
@@ -500,7 +500,7 @@ def test_a_purge_counts_a_span_whose_lease_ends_as_it_counts(
 def test_a_purge_reaches_a_store_that_waits_for_its_space(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A purge knew of a store only once it had its space: one that waited for it was served."""
+    """A purge knew of a store only once that had its space: one still waiting for it was served."""
     store, hers, his = open_store(GEOMETRY, dram_bytes=0), prompt(256, 1), prompt(256, 2)
     reserve = SsdTier.reserve
 
@@ -527,7 +527,7 @@ def test_a_purge_reaches_a_store_that_waits_for_its_space(
 def test_a_store_under_way_is_purged_and_one_begun_after_it_is_new(
     open_store: Open, behind: int
 ) -> None:
-    """It was READY; behind what was purged it failed, and left its rows, and all token ids."""
+    """It became READY; after a purged prefix it failed, and left its rows and all token ids."""
     store, tokens = open_store(GEOMETRY, dram_bytes=0), prompt(256, 1)
     keys, values = kv_of(tokens, GEOMETRY)
     if behind:
@@ -552,7 +552,7 @@ def test_a_store_under_way_is_purged_and_one_begun_after_it_is_new(
 def test_a_store_begun_while_a_purge_takes_out_what_it_hangs_from_is_purged(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was told that what it hangs from had gone bad, and flush failed."""
+    """It was told that the span it hangs from had gone bad, and flush failed."""
     store, tokens = open_store(GEOMETRY, dram_bytes=0), prompt(256, 1)
     keys, values = kv_of(tokens, GEOMETRY)
     tenants, writers, purge = ("hers", "his"), [], MergedCatalog.purge
@@ -582,7 +582,7 @@ def test_a_store_begun_while_a_purge_takes_out_what_it_hangs_from_is_purged(
 def test_what_another_shard_stores_behind_what_is_purged_meanwhile_leaves_nothing(
     open_store: Open,
 ) -> None:
-    """It is in no tree: its rows stayed, and in the log of changes the token ids it hung from."""
+    """It is in no tree: its rows stayed, as did the token ids before it in the log of changes."""
     a, b = (open_store(GEOMETRY, follow_every_s=0, dram_bytes=0) for _ in range(2))
     tokens = prompt(256, 1)
     keys, values = kv_of(tokens, GEOMETRY)
@@ -608,7 +608,7 @@ def test_what_another_shard_stores_behind_what_is_purged_meanwhile_leaves_nothin
 def test_what_is_noted_to_be_erased_is_left_alone_where_another_span_lies_by_now(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Space whose erasure fails is given out all the same; the next open erases the rest of it."""
+    """Space whose erasure failed is still given out; the next open erases the rest of it."""
     with open_store(geometry) as store:
         put_prompt(store, prompt(512, 1)).wait(60)
 
@@ -632,7 +632,7 @@ def test_what_is_noted_to_be_erased_is_left_alone_where_another_span_lies_by_now
 def test_what_a_purge_erased_is_synced_before_it_returns(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holes that only the page cache knows of are filled again by a power cut."""
+    """A power cut fills holes again that only the page cache knows of."""
     store = open_store(geometry)
     put_prompt(store, prompt(256, 1)).wait(60)
     mark, fdatasync, gone = row_of(prompt(256, 1)), os.fdatasync, []
@@ -650,8 +650,8 @@ def test_what_a_purge_erased_is_synced_before_it_returns(
 def test_segments_that_were_deleted_are_gone_for_good_when_a_purge_returns(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, deleted: str
 ) -> None:
-    """Their names went in memory alone: a power cut brought them back, and with them what had been
-    evicted there, which nothing had overwritten."""
+    """Their names were removed in memory only: a power cut brought the segments back, with evicted
+    rows that nothing had overwritten."""
     store = open_store(geometry)
     put_prompt(store, prompt(256, 1)).wait(60)
     folder, fsync = segments(store.path), os.fsync
@@ -694,7 +694,7 @@ def test_a_purge_whose_deleted_segments_may_come_back_says_so(
 def test_the_same_purge_again_finishes_one_that_was_cut_off_before_the_index_was_compacted(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """It said that the namespace is not stored here, and left token ids in freed pages."""
+    """It said that the namespace was not stored here, and left token ids in freed pages."""
     with open_store(geometry, namespace="one") as store:
         put_prompt(store, prompt(256, 1)).wait(60)
         path = store.path
@@ -707,7 +707,7 @@ def test_the_same_purge_again_finishes_one_that_was_cut_off_before_the_index_was
 
 
 def test_a_tenants_purge_that_was_killed_is_finished_by_the_same_again(tmp_path: Path) -> None:
-    """Nothing matches any more, and it says so; what was cut off is erased all the same."""
+    """Nothing matches any more, and it says so; what was cut off is still erased."""
     path = cut_off(tmp_path, "purge")
     marks = [row_of(prompt(256, 1)), prompt(256, 1).tobytes()[:256]]
     assert all(mark in everything_in(path) for mark in marks)
@@ -719,7 +719,7 @@ def test_a_tenants_purge_that_was_killed_is_finished_by_the_same_again(tmp_path:
 def test_a_tenant_that_has_nothing_is_no_success(
     open_store: Open, geometry: impress.Geometry, tmp_path: Path
 ) -> None:
-    """vLLM's salt without its prefix, or a forgotten secret: "0 spans erased" and status 0."""
+    """vLLM's salt without its prefix, or a forgotten secret, got "0 spans erased" and status 0."""
     secret = tmp_path / "secret"
     secret.write_bytes(b"s" * 32)
     secret.chmod(0o600)
@@ -745,7 +745,7 @@ def test_a_tenant_that_has_nothing_is_no_success(
 def test_an_empty_tenant_is_no_name_for_everything_that_has_none(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Of `--tenant "$T"` with T not set: it erased all of every namespace, and ended with 0."""
+    """From `--tenant "$T"` with T not set: it erased all of every namespace, and ended with 0."""
     with open_store(geometry, namespace="one") as store:
         put_prompt(store, prompt(128, 1)).wait(60)
         put_prompt(store, prompt(128, 2), tenant="acme").wait(60)
@@ -777,8 +777,8 @@ def test_an_index_that_was_replaced_goes_though_a_purge_was_killed_before_it_cou
 def test_the_removal_of_an_index_that_was_replaced_is_durable(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power cut brought it back, with the token ids, behind "erased": the last sync was before
-    the removal."""
+    """A power cut after "erased" brought it back, with the token ids: the last sync was before the
+    removal."""
     with open_store(geometry) as store:
         put_prompt(store, prompt(256, 1)).wait(60)
         path = store.path
@@ -799,14 +799,14 @@ def test_a_compaction_that_fails_leaves_no_half_of_an_index(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
     fails: BaseException,
 ) -> None:  # fmt: skip
-    """What a purge had copied until the disk was full stayed there, and took the last of it."""
+    """What a purge had copied until the disk was full stayed there, and took up the last space."""
     with open_store(geometry) as store:
         put_prompt(store, prompt(256, 1)).wait(60)
         folder = store.path / "shards/main"
     before = {one.name for one in folder.iterdir()}
 
     def synced(path: Path) -> None:
-        if path.name == "data.mdb":  # behind the copy
+        if path.name == "data.mdb":  # after the copy
             raise fails
 
     with monkeypatch.context() as patch, pytest.raises((StoreFailed, KeyboardInterrupt)):
@@ -820,7 +820,7 @@ def test_a_compaction_that_fails_leaves_no_half_of_an_index(
 def test_rows_of_every_shard_are_purged_though_one_index_cannot_be_compacted(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first shard's was not, for want of room, and the others kept their rows."""
+    """The first shard's was not compacted, for want of room, and the others kept their rows."""
     for shard in (0, 1):
         with open_store(geometry, shard=shard, namespace="one") as store:
             put_prompt(store, prompt(256, shard)).wait(60)
@@ -856,7 +856,7 @@ def test_an_index_that_was_set_aside_goes_with_a_purge(
 def test_a_purge_that_cannot_remove_an_index_set_aside_does_not_say_erased(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It did, and the prompts stood there."""
+    """It did, and the prompts were still there."""
     with open_store(geometry) as store:
         put_prompt(store, prompt(256, 1)).wait(60)
         path = store.path
@@ -880,7 +880,7 @@ def test_a_purge_that_cannot_remove_an_index_set_aside_does_not_say_erased(
 def test_what_is_purged_is_overwritten_where_no_hole_can_be_made(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some file systems have none; where they have, this was never gone through."""
+    """Some file systems have no holes; on those that do, this path was never taken."""
     store, hers, his = open_store(GEOMETRY, repack_every_s=0), prompt(64, 1), prompt(64, 2)
     for tokens, tenant in ((hers, "alice"), (his, "bob")):
         assert put_prompt(store, tokens, tenant=tenant).wait(60)
@@ -897,7 +897,7 @@ def test_what_is_purged_is_overwritten_where_no_hole_can_be_made(
 def test_what_was_evicted_is_erased_by_whatever_purge_comes_next(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Its rows lay in free space until somebody stored there, and no purge reached them."""
+    """Its rows lay in free space until another store took it, and no purge reached them."""
     store, tokens = open_store(geometry, repack_every_s=0), (prompt(64, 1), prompt(64, 2))
     for prefix in tokens:
         put_prompt(store, prefix).wait(60)
@@ -913,7 +913,7 @@ def test_what_was_evicted_is_erased_by_whatever_purge_comes_next(
 
 
 def test_a_store_that_a_kill_cut_off_is_erased_by_whatever_purge_comes_next(tmp_path: Path) -> None:
-    """Where the index did not name it yet, a purge left it for a rebuild to serve."""
+    """When the index did not name it yet, a purge left it for a rebuild to serve."""
     path, lost = cut_off(tmp_path, "store"), prompt(64, 3)
     marks = [row_of(lost), lost.tobytes()]
     assert all(mark in everything_in(segments(path)) for mark in marks)
@@ -927,7 +927,7 @@ def test_a_store_that_a_kill_cut_off_is_erased_by_whatever_purge_comes_next(tmp_
 def test_a_purge_reaches_what_was_evicted_or_bad_and_is_held_yet(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """It looked at the tree alone: what had left that before was free space as it lay, later."""
+    """It looked only at the tree: spans that had left it earlier became free space unerased."""
     store, tokens = open_store(geometry, repack_every_s=0), (prompt(64, 1), prompt(64, 2))
     for prefix in tokens:
         put_prompt(store, prefix).wait(60)
@@ -946,8 +946,8 @@ def test_a_purge_reaches_what_was_evicted_or_bad_and_is_held_yet(
 def test_what_is_held_at_a_purge_or_under_way_is_erased_after_a_kill_too(
     open_store: Open, geometry: impress.Geometry, tmp_path: Path
 ) -> None:
-    """What was to be erased is noted from the index: of what was out of it already, evicted or bad
-    and held yet, and of stores not yet in it, the dead process alone knew."""
+    """Erasures are noted from the index: only the dead process knew of spans that were out of it
+    already, evicted or bad but still held, and of stores not yet in it."""
     store, bad, begun = open_store(geometry, repack_every_s=0), prompt(64, 1), prompt(64, 2)
     put_prompt(store, bad).wait(60)
     with store.lease(bad) as lease, store.writer(begun) as writer:
@@ -969,14 +969,14 @@ def test_what_is_held_at_a_purge_or_under_way_is_erased_after_a_kill_too(
     assert row_of(bad) not in left and row_of(begun) not in left
     put_prompt(store, prompt(64, 3)).wait(60)
     store.flush()
-    assert not store.index.to_erase()  # erased by the one that went on, too
+    assert not store.index.to_erase()  # the process that went on erased them, too
     store.check()
 
 
 def test_the_command_does_not_say_erased_where_erasing_failed_at_the_end(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What another process was reading is erased as the store closes: nobody looked at how."""
+    """Spans that others were reading are erased as the store closes: the result went unchecked."""
     store = open_store(geometry)
     put_prompt(store, prompt(64, 1)).wait(60)
     path = store.path
@@ -993,7 +993,7 @@ def test_the_command_does_not_say_erased_where_erasing_failed_at_the_end(
 
 
 def test_a_reader_that_begins_while_readers_are_listed_is_waited_for() -> None:
-    """What came into limbo behind the list was given to others: it had been read from there."""
+    """A span that came into limbo after the list was given out while a reader might read it."""
     limbo = Limbo(60.0)
     record = SimpleNamespace(span_id=3)
     limbo.add(record, 7, 10.5)
@@ -1007,7 +1007,7 @@ def test_a_reader_that_begins_while_readers_are_listed_is_waited_for() -> None:
 def test_a_store_that_closes_beside_a_purge_touches_nothing_any_more(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process may have it by then, and its spans where ours was free."""
+    """Another process may have the shard by then, with spans where ours had free space."""
     monkeypatch.setattr("tiers.ssd.ERASE_BYTES", 256 << 10)
     store, erase, turns = open_store(geometry), SsdTier.erase_free, list[bool]()
     for seed, tenant in ((1, "alice"), (2, "bob")):
@@ -1022,7 +1022,7 @@ def test_a_store_that_closes_beside_a_purge_touches_nothing_any_more(
     def erasing(ssd: SsdTier, within: Extent, kept: Sequence[Extent]) -> None:
         if not turns:
             closing.set()
-            assert soon(lambda: not store._home.reclaimer._open)  # it waits for this turn by now
+            assert soon(lambda: not store._home.reclaimer._open)  # it now waits for this turn
         turns.append(ended.is_set())
         erase(ssd, within, kept)
 
@@ -1056,8 +1056,8 @@ def test_a_purge_that_cannot_erase_what_is_free_says_so(
 def test_a_purge_looks_at_all_spans_as_often_for_many_tenants_as_for_few(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each tenant it looked through the spans of all: of a store with many it took hours, and
-    who looked up a prompt meanwhile waited."""
+    """For each tenant it looked through everybody's spans: in a store with many tenants it took
+    hours, and lookups of prompts had to wait meanwhile."""
     store, looks, records = open_store(geometry, repack_every_s=0), list[int](), Catalog.records
 
     def counted(catalog: Catalog) -> list[SpanRecord]:
@@ -1077,7 +1077,7 @@ def test_a_purge_looks_at_all_spans_as_often_for_many_tenants_as_for_few(
 
 
 def store_ways(store: impress.PrefixStore, n_tenants: int) -> None:
-    """A prompt for each of these, which goes on in six ways: seven spans of one window."""
+    """Store a prompt for each tenant that goes on in six ways: seven spans of one window."""
     for way in range(7):
         tokens = prompt(128, way)
         tokens[:64] = prompt(64, 7)
@@ -1089,7 +1089,7 @@ def store_ways(store: impress.PrefixStore, n_tenants: int) -> None:
 def test_a_purge_looks_through_the_tree_as_often_for_many_tenants_as_for_few(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each tenant whose prompt went on in many ways it looked through all nodes twice, and all
+    """For each tenant whose prompt went on in many ways it looked through all nodes twice, and all
     the while nobody could look up a prompt."""
     store = open_store(impress.Geometry(1, 1, 1, 8, "float32"), repack_every_s=0, dram_bytes=0)
     looks, scattered, found = list[int](), RadixTree._scattered, []
@@ -1111,7 +1111,7 @@ def test_a_purge_looks_through_the_tree_as_often_for_many_tenants_as_for_few(
 def test_a_purge_lets_lookups_by_before_it_is_through(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It held the tree until all that it was to take out had gone."""
+    """It held the tree until everything it had to take out was gone."""
     store = open_store(impress.Geometry(1, 1, 1, 8, "float32"), repack_every_s=0, dram_bytes=0)
     store_ways(store, 5)
     withdraw, left = MergedCatalog.withdraw, list[int]()
@@ -1129,7 +1129,7 @@ def test_a_purge_lets_lookups_by_before_it_is_through(
 
 
 def damage_notes(path: Path) -> int:
-    """A bit flips in each note of what is to be erased; how many there are."""
+    """Flip a bit in each note of what is to be erased; return how many there are."""
     with lmdb.open(str(path / "shards/main/index"), map_size=1 << 30, max_dbs=8) as env:
         notes = env.open_db(b"erase", create=False)
         with env.begin(write=True) as txn:
@@ -1141,7 +1141,7 @@ def damage_notes(path: Path) -> int:
 
 
 def test_a_rebuild_does_not_bring_back_what_a_damaged_note_is_of(tmp_path: Path) -> None:
-    """It was passed over: what a purge had taken out was served again."""
+    """The note was passed over: what a purge had taken out was served again."""
     path = cut_off(tmp_path, "purge")
     damage_notes(path)
     found = rebuild_store(path)
@@ -1154,7 +1154,7 @@ def test_a_rebuild_does_not_bring_back_what_a_damaged_note_is_of(tmp_path: Path)
 def test_where_a_note_is_damaged_the_next_open_erases_all_that_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It erased nothing for it, and the note stayed for good. It does stay where that fails."""
+    """The open erased nothing, and the note stayed for good. It does stay if the erasure fails."""
     path = cut_off(tmp_path, "purge")
     n_notes = damage_notes(path)
     last = kv_of(prompt(256, 1), GEOMETRY)[1][1].transpose(1, 0, 2)[-1].tobytes()
@@ -1181,7 +1181,7 @@ def test_where_a_note_is_damaged_the_next_open_erases_all_that_is_free(
 def test_the_command_says_erased_where_the_note_of_an_earlier_purge_is_damaged(
     tmp_path: Path,
 ) -> None:
-    """Every later one found it not erased, and ended with 2."""
+    """Every later purge found that one not erased, and ended with 2."""
     path = cut_off(tmp_path, "purge")
     damage_notes(path)
     config = impress.Config(**SMALL, shard=1)

@@ -1,4 +1,4 @@
-"""What a purge leaves of it in the index: nothing, also after one that was cut off."""
+"""What a purge leaves in the index: nothing, even after a purge that was cut off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Open = Callable[..., impress.PrefixStore]
 def test_a_purge_that_was_killed_between_two_renames_is_finished_by_the_same_again(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """With no segment left there was no shard to be seen: the token ids stayed for good."""
+    """With no segment left, no shard was seen: the token ids stayed for good."""
     with open_store(geometry) as store:
         put_prompt(store, prompt(256, 1)).wait(60)
         path = store.path
@@ -47,8 +47,8 @@ def names_shown(path: Path) -> list[str]:
 def test_what_a_purged_namespace_was_called_goes_with_it(
     open_store: Open, geometry: impress.Geometry, evicted: bool
 ) -> None:
-    """A customer's name stood in the index for good. Of one whose spans were evicted before, purge
-    said that it is not stored here."""
+    """A customer's name stayed in the index for good. Of a customer whose spans had been evicted,
+    purge said that it is not stored here."""
     with open_store(geometry, namespace="somebody-else") as store:
         put_prompt(store, prompt(128, 2)).wait(60)
     with open_store(geometry, namespace="customer-x") as store:
@@ -71,8 +71,8 @@ def test_what_a_purged_namespace_was_called_goes_with_it(
 def test_users_who_come_once_leave_nothing_behind(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Every salt that a prompt ever came with was kept, evicted or not: its root in the tree, what
-    its namespace is called in the index. One name stays, so that a purge by it knows it."""
+    """Every salt that a prompt ever came with was kept, evicted or not: its root in the tree, its
+    namespace's name in the index. One name stays, so that a purge by that name finds it."""
     store = open_store(geometry, namespace="model-y")
     for seed in range(6):
         put_prompt(store, prompt(128, seed), tenant=f"user {seed}").wait(60)
@@ -97,7 +97,7 @@ def test_users_who_come_once_leave_nothing_behind(
 def test_of_users_who_come_once_each_between_two_restarts_one_name_stays(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Which root keeps it was not known to the next process, so each kept one more."""
+    """The next process did not know which root keeps the name, so each process kept one more."""
     for user in (0, 1, 0, 2):
         with open_store(geometry, namespace="model-y") as store:
             put_prompt(store, prompt(128, user), tenant=f"user {user}").wait(60)
@@ -107,7 +107,7 @@ def test_of_users_who_come_once_each_between_two_restarts_one_name_stays(
 
 
 def stored_by_both(a: impress.PrefixStore, b: impress.PrefixStore, n_users: int) -> None:
-    """Of each user a prompt that a stored, and b what goes on behind it."""
+    """For each user, a prompt that a stores, and its continuation, which b stores."""
     for user in range(n_users):
         tokens, tenant = prompt(256, user), f"user {user}"
         put_prompt(a, tokens[:128], tenant=tenant).wait(60)
@@ -118,8 +118,8 @@ def stored_by_both(a: impress.PrefixStore, b: impress.PrefixStore, n_users: int)
 def test_users_whose_prompts_two_processes_stored_leave_one_name_each(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the second had stored went first, while the first's was there; no delete of its own was
-    left to see the users go with that. Their names stayed in its index for good."""
+    """What b had stored went first, while a's was still there; then b had no delete of its own left
+    by which to see the users go. Their names stayed in its index for good."""
     monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
     settings = {"namespace": "model-y", "follow_every_s": 0, "repack_every_s": 0}
     a, b = open_store(geometry, **settings), open_store(geometry, **settings)
@@ -141,7 +141,7 @@ def test_users_whose_prompts_two_processes_stored_leave_one_name_each(
 def test_the_names_of_users_whose_prompts_hang_from_what_cannot_be_read_stay(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of them is in the tree meanwhile, as of users who have gone."""
+    """Meanwhile nothing of theirs is in the tree, just as with users who have gone."""
     settings = {"namespace": "model-y", "follow_every_s": 0, "repack_every_s": 0}
     a, b = open_store(geometry, **settings), open_store(geometry, **settings)
     stored_by_both(a, b, 2)
@@ -158,11 +158,11 @@ def test_the_names_of_users_whose_prompts_hang_from_what_cannot_be_read_stay(
 def test_a_user_whose_prefix_goes_bad_under_a_store_leaves_nothing_behind(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """A root was made for what no longer hung from anything: it kept its name in the index, and in
-    memory, for good."""
+    """A root was made for a span that no longer hung from anything: it kept its name in the index,
+    and in memory, for good."""
     store, tokens = open_store(geometry, namespace="model-y"), prompt(256)
     put_prompt(store, prompt(128, 1), tenant="first").wait(60)
-    store.evict(1 << 30)  # its name is the one that stays
+    store.evict(1 << 30)  # the first user's name is the one that stays
     store.flush()
     names = store.names()
     put_prompt(store, tokens[:128], tenant="hers").wait(60)
@@ -175,7 +175,7 @@ def test_a_user_whose_prefix_goes_bad_under_a_store_leaves_nothing_behind(
             writer.put(layer, 128, keys[layer][:, 128:], values[layer][:, 128:])
     with pytest.raises(impress.StoreFailed, match="the prefix before these rows is gone"):
         writer.stored.wait(60)
-    with suppress(impress.StoreFailed):  # the same
+    with suppress(impress.StoreFailed):  # the same failure
         store.flush()
     assert store.names() == names and not store.catalog._tree.roots
     store.check()
@@ -184,7 +184,7 @@ def test_a_user_whose_prefix_goes_bad_under_a_store_leaves_nothing_behind(
 def test_a_name_goes_with_the_tenant_purged_and_comes_back_with_its_next_store(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """One that stays open thought that the index has it still."""
+    """A store that stayed open thought that the index still had the name."""
     store = open_store(geometry, namespace="customer-x")
     for seed, tenant in enumerate(("hers", "his")):
         put_prompt(store, prompt(128, seed), tenant=tenant).wait(60)

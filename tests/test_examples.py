@@ -1,4 +1,4 @@
-"""The documents' examples run as they stand, beside a small trained model and one of its texts."""
+"""The documents' examples run as they stand, with a small trained model and one of its texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(page, number, named):
-    """One of a page's examples, among what it names and does not make."""
+    """Run one of a page's examples, given the names that it uses and does not make."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     exec(compile(blocks[number], page, "exec", dont_inherit=True), named)
     return named
@@ -33,7 +33,7 @@ def run(page, number, named):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The working directory, where what the examples name lies."""
+    """The working directory, with the files that the examples name."""
     monkeypatch.chdir(tmp_path)
     install("specialised", tmp_path, n_documents=1)
     (tmp_path / "path" / "to").mkdir(parents=True)
@@ -51,7 +51,7 @@ def test_the_readmes_engine_reuses_the_document_and_leaves_the_disk_room(here, c
 
 
 def test_the_readmes_reader_finds_the_document_and_changes_nothing(here):
-    """`store_new=False` "only reads", it said: it made a store at a mistyped path."""
+    """The README said `store_new=False` "only reads", but it made a store at a mistyped path."""
     named = run("README.md", 0, {})
     shards, index = Path("path/to/store/shards"), Path("path/to/store/shards/main/index/data.mdb")
     before = index.read_bytes()
@@ -78,7 +78,7 @@ def test_the_readmes_store_gives_back_what_was_stored(here):
 
 
 def test_the_policy_of_the_page_on_selection_is_served(here):
-    """Its layers load what the page says of them."""
+    """Its layers load as much as the page says."""
     policy = run("docs/SELECTION.md", 0, {"__name__": "example"})["Pyramid"]((0.5, 0.25, 0.1, 0.1))
     model = AutoModelForCausalLM.from_pretrained("path/to/model")
     ids = torch.tensor([unseen(1)[0].tokens])

@@ -1,4 +1,4 @@
-"""What the experiment that breaks stores counts."""
+"""What is counted by the experiment that breaks stores."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_store_that_does_not_open_again_has_lost_what_was_acknowledged(tmp_pat
 
 
 def test_a_user_or_a_writer_that_ends_over_an_error_is_no_quiet_one() -> None:
-    """Its thread was gone, its error on a terminal, and the row said wrong 0, lost 0."""
+    """Its thread had ended, its error was on a terminal, and the row said wrong 0, lost 0."""
 
     def broken(*_args: Any, **_named: Any) -> None:
         raise ZeroDivisionError
@@ -83,8 +83,8 @@ def test_a_user_or_a_writer_that_ends_over_an_error_is_no_quiet_one() -> None:
 
 
 def test_a_fault_behind_which_nothing_is_stored_any_more_says_nothing() -> None:
-    """The first one made the store read-only for longer than its worker lived: "lost 0" was said of
-    one prompt."""
+    """The first fault made the store read-only for longer than its worker lived: "lost 0" was said
+    of one prompt."""
     assert media._goes_on(["open", "kept 0", "0", "refused disk", "kept", "kept 3 4", "4"])
     assert not media._goes_on(["open", "kept 0", "0", "refused disk", "kept", "refused disk"])
     assert not media._goes_on(["open", "kept 0", "0"])

@@ -1,4 +1,4 @@
-"""Figures and plots of every experiment from the rows of one cell alone: what `--cells` leaves."""
+"""Figures and plots of every experiment from the rows of one cell, as `--cells` leaves them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.common import Row
 from experiments.harness import Disk, Experiment, Options
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-#: What tells apart the cells of a report's rows.
+#: The columns that tell apart the cells in a report's rows.
 CELLS = {
     "ablation": ("part", "cell"), "chunks": ("row_kib", "mix"), "hashpool": ("p",),
     "hits": ("ratio", "zipf"), "repack": ("part",), "scale": ("part", "cell"),
@@ -25,7 +25,7 @@ CELLS = {
     "vbuffers": ("part", "page_bytes", "context", "batch"),
     "zero_hit": ("hit", "storing", "policy"),
 }  # fmt: skip
-#: The same where a report's rows are not those of cells: plots only.
+#: The same for reports whose rows are not those of cells: plots only.
 LINES = {"accuracy": ("group",), "threshold": ("model",)}
 
 
@@ -62,13 +62,13 @@ def _plot(experiment: Experiment, said: dict[str, float], rows: list[Row]) -> No
         figure = Figure()
         draw(figure, said, rows)
         for line in (line for axes in figure.axes for line in axes.lines):
-            np.asarray(line.get_ydata(orig=True), dtype=float)  # a format alone is drawn as a word
+            np.asarray(line.get_ydata(orig=True), dtype=float)  # a bare format is drawn as a word
 
 
 @pytest.mark.parametrize(("name", "rows"), _one_by_one(CELLS))
 def test_a_cell_alone_has_figures_and_plots(name: str, rows: list[Row], tmp_path: Path) -> None:
     """`--cells` measured for an hour, then ended in a traceback, without a report: a figure was
-    taken from rows of other cells. A curve without a point was the word "o-" on its axis."""
+    taken from rows of other cells. A curve without points became the word "o-" on its axis."""
     experiment = _experiment(name)
     quick = json.loads((RESULTS / f"{name}.json").read_text())["meta"]["quick"]
     said, lines = experiment.figures(rows, _options(tmp_path, quick=quick))

@@ -152,14 +152,14 @@ def test_any_flipped_bit_is_noticed() -> None:
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 100, 175])
 def test_an_index_value_too_short_for_its_fields_is_damaged_whatever_its_sum(n_bytes: int) -> None:
-    """Of anything else than a FormatError opening would not say which span it passes over."""
+    """With any error but a FormatError, opening would not say which span it passes over."""
     body = encode_index(record()[0])[:n_bytes]
     with pytest.raises(impress.FormatError, match="checksum"):
         split_index(body + xxhash.xxh3_64_digest(body))
 
 
 def test_what_has_no_size_is_refused_whatever_its_sum() -> None:
-    """Sizes are divided by, at opening and by a scan."""
+    """Opening and a scan divide by these sizes."""
     rec = replace(record()[0], n_windows=0, labels=b"")
     with pytest.raises(impress.FormatError, match="0 windows"):
         split_index(encode_index(rec), 16)

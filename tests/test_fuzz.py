@@ -1,4 +1,4 @@
-"""Ten seconds of tests/fuzz: nothing a stranger hands over is answered but as documented."""
+"""Ten seconds of tests/fuzz: whatever a stranger hands over is answered as documented."""
 
 from __future__ import annotations
 

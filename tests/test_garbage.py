@@ -14,7 +14,7 @@ from conftest import MIB, kv_of, prompt, put_prompt
 import impress
 from impress.policy import AllHeads, Contiguous, Exact, Paper, Policy, Quality, Recency
 
-#: A row is a piece: chosen ones are brought from memory straight to where they are looked at.
+#: A row is a piece: chosen rows are brought from memory straight to where they are looked at.
 GEOMETRY = impress.Geometry(2, 32, 32, 64)
 CHUNK = 2 * 64 * 32 * 64 * 2
 N = 1280
@@ -24,7 +24,7 @@ Open = Callable[..., impress.PrefixStore]
 
 @contextmanager
 def left_over() -> Iterator[list[str]]:
-    """Kinds of our objects that only the collector would find, of what is done in the block."""
+    """Types of our objects, made in the block, that only the collector would find."""
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -56,12 +56,12 @@ def serve(store: impress.PrefixStore, tokens: np.ndarray, policy: Policy) -> Non
     ids=lambda policy: policy.name,
 )
 def test_a_request_leaves_no_memory_to_the_collector(open_store: Open, policy: Policy) -> None:
-    """Tickets kept what was to follow them, which kept the tickets: rows that came straight from
-    memory stayed out until the collector came by, gigabytes of a large model's."""
+    """Tickets held what was to follow them, which held the tickets: rows that came straight from
+    memory stayed out until the collector ran, gigabytes of them with a large model."""
     store = open_store(GEOMETRY, dram_bytes=8 * CHUNK + MIB, probes=("heads3-v1", "int4-v1"))
     tokens = prompt(N)
     assert put_prompt(store, tokens, wait_s=30).wait(60)
-    serve(store, tokens, policy)  # what is made once
+    serve(store, tokens, policy)  # makes what is made only once
     with left_over() as found:
         for _ in range(2):
             serve(store, tokens, policy)

@@ -1,4 +1,4 @@
-"""A store written by format 1's first release: read whole, and written alike to this day."""
+"""A store written by format 1's first release: still read whole, and still written the same."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def test_what_it_decodes_it_encodes_to_the_same_bytes(golden: Path) -> None:
 
 
 def replace_length(meta: Extent, value: bytes) -> Extent:
-    """The extent reserved for a header, of which the index keeps the length."""
+    """The extent reserved for a header, with the length that the index keeps."""
     return Extent(meta.segment, meta.off, int.from_bytes(value[168:176], "little"))
 
 
 def test_todays_writer_writes_the_same_store(golden: Path, tmp_path: Path) -> None:
-    """Keys, row orders, probe records, sums, padding: a drift of any is caught here.
+    """Keys, row orders, probe records, sums, padding: a drift in any of them is caught here.
 
     See tests/data/make_golden.py for what to do about it. Where things lie may differ.
     """

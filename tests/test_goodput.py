@@ -35,7 +35,7 @@ def test_figures_compare_the_best_rate_of_each_way() -> None:
     ]
     said, lines = figures(rows, QUICK)
     assert said["goodput_vs_plain"] == pytest.approx(2.0)
-    assert "goodput_vs_peer" not in said  # nothing of it was in time: no ratio says how much
+    assert "goodput_vs_peer" not in said  # none of the peer's was in time: no ratio says how much
     assert said["goodput.example.8"] == 0.0
     assert len(lines) == 6
 
@@ -63,7 +63,7 @@ _CHUNK = SimpleNamespace(choices=[SimpleNamespace(token_ids=None)])
 
 
 def test_an_answer_without_a_token_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counted as in time, and as none taken."""
+    """It counted as in time, and as having taken no time."""
     one = SimpleNamespace(completions=SimpleNamespace(create=lambda **_: [_CHUNK]))
     fake = SimpleNamespace(AsyncOpenAI=_Client, OpenAI=lambda **_: one)
     monkeypatch.setitem(sys.modules, "openai", fake)

@@ -1,4 +1,4 @@
-"""The cell at the size of a whole model: what gpu_recipe.md promises of a command."""
+"""The cell at the size of a whole model: what gpu_recipe.md promises for a command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def seconds(tmp_path: Path) -> dict[str, float]:
 
 
 def test_the_recipe_has_a_command_for_every_system(seconds: dict[str, float]) -> None:
-    """It named three systems for a kind of data, and that command took five: 19 minutes."""
+    """It named three systems for one kind of data, but that command ran five, for 19 minutes."""
     assert set(re.findall(r"--cells (\w+)", RECIPE)) == seconds.keys()
     assert max(seconds.values()) < 8 * 60
 
@@ -48,7 +48,7 @@ def test_the_recipe_names_the_versions_it_is_held_to() -> None:
 def test_every_system_fits_the_memory_that_the_recipe_names(
     seconds: dict[str, float], tmp_path: Path
 ) -> None:
-    """Five systems' caches at once were 140 GB, on a machine of 128 GiB."""
+    """Five systems' caches at once took 140 GB, on a machine of 128 GiB."""
     found = re.search(r"needs (\d+) GiB of memory", RECIPE)
     assert found is not None
     data = Data.of(
@@ -61,8 +61,8 @@ def test_every_system_fits_the_memory_that_the_recipe_names(
 
 
 def test_every_prefix_is_asked_for_before_it_is_measured(tmp_path: Path) -> None:
-    """Windows of six requests had the least popular of six prefixes in none: its first request was
-    one that is measured."""
+    """With windows of six requests, the least popular of six prefixes was in none: its first
+    request was one that is measured."""
     load = gpu_cell.load_of(_options(tmp_path, 2.0, quick=False))
     assert set(window_of(load, gpu_cell.N_PREFIXES)) == set(range(gpu_cell.N_PREFIXES))
     n_warmed = len(order_of(load, gpu_cell.N_PREFIXES)) - load.n_measured
@@ -72,7 +72,7 @@ def test_every_prefix_is_asked_for_before_it_is_measured(tmp_path: Path) -> None
 def test_a_row_says_how_warm_its_caches_were_and_the_report_that_no_wait_was_checked(
     tmp_path: Path,
 ) -> None:
-    """Other emulated cells say both; this one's looked as if it had been checked and was flat."""
+    """Other emulated cells say both; this one looked as if it had been checked and was flat."""
     options = _options(tmp_path, 50.0, quick=True)
     (row,) = gpu_cell.measure(options, "recompute")
     load = gpu_cell.load_of(options)

@@ -33,7 +33,7 @@ CLEAN, OVER = Weighed(0.05, 0.05), Weighed(0.4, 0.05)
 
 
 def at_most(k: int, n: int, p: Fraction) -> Fraction:
-    """P(X ≤ k), summed in whole numbers."""
+    """P(X ≤ k), summed in exact fractions."""
     return sum((math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k + 1)), Fraction(0))
 
 
@@ -60,7 +60,7 @@ def test_without_an_exceedance_it_is_the_rule_of_three(n):
 
 
 def test_it_covers_as_often_as_it_says():
-    """Of every share a ledger could have, at least 95 % of what it sees leads to a limit above."""
+    """Whatever share a ledger has, at least 95 % of what it may see gives a limit not below it."""
     n = 30
     limits = [upper_limit(k, n) for k in range(n + 1)]
     for p in (Fraction(i, 50) for i in range(1, 50)):
@@ -82,7 +82,7 @@ def test_300_clean_ones_rule_out_one_in_a_hundred_and_the_second_over_ends_trust
 
 
 def test_trust_is_earned_by_one_in_five_of_those_that_miss_too_much_in_one_of_a_hundred():
-    """It was said to be a limit of 95 %: of any 300 in a row, looked at after each, it is none."""
+    """It was called a 95 % limit, which it is not for any 300 in a row, looked at after each."""
     draw, n_ledgers, n_trusted = random.Random(0), 200, 0
     for _ in range(n_ledgers):
         ledger = Ledger(0.1, 300)
@@ -91,7 +91,7 @@ def test_trust_is_earned_by_one_in_five_of_those_that_miss_too_much_in_one_of_a_
             if ledger.state == "trusted":
                 n_trusted += 1
                 break
-    # a run of 300 begins with the first shadow, or behind one of the next 300 that is not clean
+    # a run of 300 begins with the first shadow, or after one of the next 300 that is not clean
     said = 0.99**300 * (1 + 300 * 0.01)
     assert said == pytest.approx(0.196, abs=5e-4)
     assert n_trusted / n_ledgers == pytest.approx(said, abs=0.085)  # 3 standard deviations
@@ -99,7 +99,7 @@ def test_trust_is_earned_by_one_in_five_of_those_that_miss_too_much_in_one_of_a_
 
 @pytest.mark.parametrize("n_wanted", [1, 2, 3, 4, 5, 300])
 def test_trust_ends_however_few_shadows_are_wanted(n_wanted):
-    """Of four and less, no share that was over could end it: a bound is never above 1."""
+    """With four or fewer wanted, no share over could end it: a bound is never above 1."""
     ledger = Ledger(0.1, n_wanted)
     for _ in range(n_wanted):
         ledger.note(CLEAN)
@@ -163,7 +163,7 @@ def test_earning_is_exact_and_every_request_a_shadow():
     ledger = Ledger(0.1, 3)
     assert {ledger.decide(0.01) for _ in range(20)} == {("exact", True, False, True)}
     assert ledger.said() == "earning: 0 of 3 clean shadows"
-    for _ in range(6):  # it will not earn it: from here on no request is slowed for that
+    for _ in range(6):  # trust will not be earned: from here on no request is slowed for it
         ledger.note(OVER)
     assert ledger.decide(0.01) == ("exact", True, False, False)
     unobserved = Ledger(0.1, 3, n_dropped=6)  # nor where shadows come to nothing
@@ -229,7 +229,7 @@ def test_a_value_gives_the_ledger_back_and_a_damaged_one_nothing(ledger, name):
     Ledger(0.1, 3, "exact", 900, 50, 4, n_dropped=2, n_sent_back=1, n_before=52),
 ])  # fmt: skip
 def test_a_value_of_before_tries_were_counted_anew_keeps_its_trust(ledger):
-    """Version 1 did not say how much was before: what was sent back has all its tries again."""
+    """Version 1 did not say how many came before: a policy sent back has all its tries again."""
     raw = encode(Entry("a", ledger))[:-8]
     old = b"\x01\x00" + raw[2:112] + raw[120:]
     assert decode(old + xxhash.xxh3_64_intdigest(old).to_bytes(8, "little")).ledger == ledger
@@ -296,14 +296,14 @@ def test_settings_that_cannot_be_told_in_full_are_told_as_they_say():
     turns: list[Any] = []
     turns.append(turns)
     turning = [name_of(Learned(turns)) for _ in range(2)]
-    assert turning[0] != turning[1]  # what leads back to itself may be another each time
+    assert turning[0] != turning[1]  # a value that refers to itself may be another each time
     assert all(name.startswith("Learned(weights=[[...]]) ") for name in turning)
     assert name_of(Top(np.float32)).startswith(f"{__name__}.Top top keep=numpy.float32 code ")
     assert "device='meta'" in name_of(Top(torch.empty(2, device="meta")))
 
 
 class Top:
-    """A policy of the user's that is no dataclass."""
+    """A user's policy that is not a dataclass."""
 
     name = "top"
 
@@ -320,7 +320,7 @@ class Slotted(Top):
 
 
 class Own(Recency):
-    """Of one that is a dataclass, whose repr it has and whose slots."""
+    """A subclass of a dataclass, whose repr and slots it inherits."""
 
     def __init__(self, page, keep=0.25):
         super().__init__(keep)
@@ -329,7 +329,7 @@ class Own(Recency):
 
 @dataclass(frozen=True)
 class Learned:
-    """Of one that has learnt something."""
+    """A policy that has learnt something."""
 
     weights: Any
     name = "learned"
@@ -357,7 +357,7 @@ class Called:
 
 
 def sketched(page):
-    """As impress's own have their codec: a field that is no argument, and is not shown."""
+    """As impress's own hold their codec: in a field that is no argument and is not shown."""
 
     @dataclass(frozen=True)
     class Sketched:
@@ -374,7 +374,7 @@ class Loaded:
 
 
 def loaded(page):
-    """One that reads what it chooses by as it is made."""
+    """A policy that, when it is made, reads the data it chooses by."""
     made = Loaded()
     object.__setattr__(made, "table", page)
     return made
@@ -407,7 +407,7 @@ def learnt(page):
 
 
 class Plain:
-    """Without a repr: said by where it lies."""
+    """Without a repr of its own: the default one gives its address."""
 
     def __init__(self, page):
         self.page = page
@@ -430,8 +430,8 @@ class Plain:
     ],
 )  # fmt: skip
 def test_a_policy_that_is_no_dataclass_is_named_by_its_settings_too(make):
-    """Trust that one had earned passed to another of its class, whatever that was set to; later, to
-    one that differed in an array alone, whose repr leaves out rows and digits."""
+    """Trust that one policy had earned passed to any other of its class, whatever its settings;
+    later, to one that differed only in an array, whose repr leaves out rows and digits."""
     assert name_of(make(1)) == name_of(make(1)) != name_of(make(2))
     ledgers, config = Ledgers(), impress.Config()
     keys = {ledgers.open(NAMESPACE, make(one), config) for one in (1, 2)}
@@ -463,14 +463,14 @@ def _of_field(keep: float) -> object:
      lambda keep: Top(Top(keep).__init__)],
 )  # fmt: skip
 def test_settings_of_a_class_and_functions_are_settings(make):
-    """A keep in the body of a class was edited, and the next start chose by it at once, trusted for
-    what another had earned. A function was told by where it lay: trust was lost at each restart."""
+    """A `keep` in the body of a class was edited, and the next start chose by it at once, on trust
+    earned by another. A function was named by its address: trust was lost at each restart."""
     assert name_of(make(1)) == name_of(make(1)) != name_of(make(2))
     assert " at 0x" not in name_of(make(1))
 
 
 def test_a_functions_sets_are_told_in_one_order():
-    """One that a function looks into is a constant of its code, in the order of the process."""
+    """A set that a function looks in is a constant of its code, in an order of that process."""
     code = (
         "from impress.quality.names import _told\n"
         "print(_told(lambda layer: layer in {'first', 'last', 'middle', 'another'}))"
@@ -479,7 +479,7 @@ def test_a_functions_sets_are_told_in_one_order():
 
 
 def said_by_processes(code: str) -> set[str]:
-    """What some with other orders of their sets print."""
+    """The distinct outputs of processes that order their sets differently."""
     return {
         subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": str(seed)},
@@ -491,7 +491,7 @@ def said_by_processes(code: str) -> set[str]:
 
 @pytest.fixture
 def forget():
-    """Forgets what a test has registered."""
+    """Forget what a test has registered."""
     registry, codecs = dict(select.registry), dict(probes._CODECS)
 
     def forget():
@@ -511,7 +511,7 @@ from impress.policy import AllHeads, Quality, Random, Recency
 from impress.selection import probes
 from impress.selection.identify import select
 """
-#: Programs that end in `policy`; KEEP is what is edited in them.
+#: Programs that end in `policy`; KEEP is the part that is edited.
 PROGRAMS = {
     "identifier": """
 @dataclass(frozen=True)
@@ -596,8 +596,8 @@ policy = Quality(probe="sketch")
 
 @pytest.mark.parametrize("of", PROGRAMS)
 def test_an_identifier_that_was_edited_has_trust_of_its_own(forget, of):
-    """Neither it nor a policy's methods nor a codec was in the name: what one had earned served the
-    next, which nobody had weighed, from the first hit of the next start on."""
+    """Neither the identifier nor a policy's methods nor a codec was in the name: trust earned by
+    one served the next, which nobody had weighed, from the first hit after the next start."""
     names = []
     for keep in (1, 1, 2):
         program: dict[str, Any] = {"__name__": __name__}
@@ -608,7 +608,7 @@ def test_an_identifier_that_was_edited_has_trust_of_its_own(forget, of):
 
 
 def test_identifiers_of_every_kind_are_told_the_same_by_every_process():
-    """By where they lie, or in the order of a set, trust would be lost with every restart."""
+    """Named by address, or in the order of a set, they would lose their trust at every restart."""
     code = """if True:
         import functools, math, threading
         import torch
@@ -642,7 +642,7 @@ def test_identifiers_of_every_kind_are_told_the_same_by_every_process():
 
 
 class Leading:
-    """Back to itself."""
+    """Refers back to itself."""
 
     name, needs_suffix_lse, probe = "leading", False, None
 
@@ -654,7 +654,7 @@ class Leading:
 
 
 class Bound:
-    """Told by a repr that has nothing of what it holds."""
+    """Its repr shows nothing of what it holds."""
 
     name, needs_suffix_lse, probe = "bound", False, None
 
@@ -664,7 +664,7 @@ class Bound:
 
 @pytest.mark.parametrize("kind", [Leading, Bound])
 def test_what_cannot_be_told_is_never_taken_for_another(kind):
-    """One with other settings had the same name: it was trusted by what the first had earned."""
+    """One with other settings had the same name, and so the trust that the first had earned."""
     kept = [kind(0.9), kind(0.01)]
     assert len({*map(name_of, kept)}) == 2
 
@@ -682,7 +682,7 @@ def test_rules_of_impress_own_are_in_the_key_and_not_in_the_name(monkeypatch):
 
 @pytest.mark.parametrize("make", [Top, Learned])
 def test_a_setting_that_is_a_set_is_told_in_one_order(make):
-    """It was told in that of the process: trust was lost with every restart."""
+    """It was named in the process's own order: trust was lost at every restart."""
     names = ["a", "policy", "of", "many", "layers"]
     policies = [make(frozenset(order)) for order in (names, names[::-1])] + [make({*names})]
     one, other, mutable = map(name_of, policies)
@@ -700,7 +700,7 @@ def test_policies_that_are_dataclasses_keep_their_ledgers():
 
 @dataclass(frozen=True)
 class Layered:
-    """A policy of the user's, with a share for each layer."""
+    """A user's policy, with a share for each layer."""
 
     keep: tuple[float, ...]
     name = "layered"
@@ -709,7 +709,7 @@ class Layered:
 
 
 def test_policies_that_differ_behind_a_long_start_have_ledgers_of_their_own():
-    """The key was of a name's first 400 bytes: a policy never weighed had another's trust."""
+    """The key covered only a name's first 400 bytes: a policy never weighed had another's trust."""
     ledgers, config = Ledgers(), impress.Config()
     long, other = Layered((0.25,) * 80), Layered((0.25,) * 70 + (0.01,) * 10)
     assert ledgers.open(NAMESPACE, long, config) != ledgers.open(NAMESPACE, other, config)

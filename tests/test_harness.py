@@ -30,7 +30,7 @@ class Doubling:
     def __init__(
         self, numbers: Sequence[int], stop_at: int | None = None, *, nothing: bool = False
     ) -> None:
-        """`nothing`: but of the first, which is a check, there are no rows."""
+        """`nothing`: no cell except the first, which is a check, gives rows."""
         self.measured: list[int] = []
         self._numbers = numbers
         self._stop_at = stop_at
@@ -81,7 +81,7 @@ def test_a_report_has_figures_rows_and_conditions(tmp_path: Path, report: Path) 
 def test_a_disk_that_changes_under_a_run_is_said(
     tmp_path: Path, report: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """An hour's run once went by one reading of fio's, a third of what the disk then gave."""
+    """An hour's run once relied on one fio reading, a third of what the disk then gave."""
     rates = iter([0.5, 0.9, 0.4, 0.5, 0.1, *[1.5, 1.4, 1.6, 1.5, 0.3]])
     monkeypatch.setattr(fio, "version", lambda: "fio-3")
     monkeypatch.setattr(fio, "write", lambda file, *_: file.touch())
@@ -108,8 +108,8 @@ def test_a_stopped_run_keeps_its_cells_and_resume_measures_the_rest(
 def test_a_withdrawn_run_is_measured_again_by_resume_and_checked_again(
     tmp_path: Path, report: Path
 ) -> None:
-    """On a busy machine the emulator was off; its cells stood there as finished, without a row, and
-    every resume withdrew them anew."""
+    """On a busy machine the emulator was off; the run's cells were kept as finished, without a row,
+    and every resume withdrew them again."""
     for nothing, measured in ((True, [1, 2, 3]), (False, [1, 2, 3]), (False, [])):
         again = Doubling([1, 2, 3], nothing=nothing)
         again.check = 1
@@ -122,7 +122,7 @@ def test_a_withdrawn_run_is_measured_again_by_resume_and_checked_again(
 def test_what_says_whether_others_can_be_believed_is_measured_with_any_of_them(
     tmp_path: Path, report: Path
 ) -> None:
-    """`ttft --cells base` left the emulator's check out, and said nothing of it."""
+    """`ttft --cells base` left the emulator's check out without saying so."""
     made = Doubling([1, 2, 3])
     made.check = 1
     assert made.run(tmp_path, "--json", str(report), "--cells", "2") == 0
@@ -132,7 +132,7 @@ def test_what_says_whether_others_can_be_believed_is_measured_with_any_of_them(
 def test_a_report_on_stdout_is_all_that_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Estimates and tables stood before it, and no reader of JSON took that."""
+    """Estimates and tables came before it, and no JSON reader accepted that."""
     assert Doubling([1]).run(tmp_path, "--json", "-") == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["figures"] == {"of1": 2.0}
@@ -144,7 +144,7 @@ def test_a_report_on_stdout_is_all_that_is_there(
 def test_a_run_that_is_stopped_before_it_kept_anything_names_no_file(
     tmp_path: Path, report: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """As fio runs, say: it named a file of finished cells that was not there."""
+    """Stopped while fio ran, say, it named a file of finished cells that was not there."""
 
     def stopped() -> str:
         raise KeyboardInterrupt
@@ -157,7 +157,7 @@ def test_a_run_that_is_stopped_before_it_kept_anything_names_no_file(
 def test_what_could_not_be_measured_here_is_tried_again_and_is_no_failure(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without mounts, or an I/O engine: the run was to end well, and a later one to find it."""
+    """Without mounts, or an I/O engine, the run is to end well, and a later one to measure them."""
     able = iter([False, True])
 
     def cells(_options: Options) -> list[Cell]:
@@ -177,8 +177,8 @@ def test_what_could_not_be_measured_here_is_tried_again_and_is_no_failure(
 def test_a_cell_that_finds_no_room_is_left_out_and_others_are_measured(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Hours into a run a cell's data found no room: it ended without a report, --resume ended at
-    the same cell, and those behind it, which would have fitted, were never measured."""
+    """Hours into a run, a cell's data found no room: the run ended without a report, --resume ended
+    at the same cell, and those after it, which would have fitted, were never measured."""
     full = iter([True, False])
 
     def second() -> list[Row]:
@@ -217,7 +217,7 @@ def test_where_no_cell_can_be_measured_the_first_says_why(
 def test_a_disk_that_is_full_at_the_end_leaves_what_was_measured(
     tmp_path: Path, report: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fio was asked again at the end, found no room for its file, and all was thrown away."""
+    """fio was run again at the end, found no room for its file, and all rows were thrown away."""
     asked = iter([harness.Disk(2.0, "fio")])
 
     def disk(*_: object) -> harness.Disk:
@@ -232,8 +232,8 @@ def test_a_disk_that_is_full_at_the_end_leaves_what_was_measured(
 
 
 def test_the_check_of_every_run_is_kept(tmp_path: Path, report: Path) -> None:
-    """Cells measured behind a check that was nearly off stood in a report as checked by the next
-    run's, which had a quiet machine."""
+    """Cells measured after a check that was nearly off stood in a report as checked by the next
+    run's check, made on a quiet machine."""
     errors = iter([0.149, 0.01])
 
     def cells(_options: Options) -> list[Cell]:
@@ -255,10 +255,10 @@ def test_the_check_of_every_run_is_kept(tmp_path: Path, report: Path) -> None:
 def test_each_cell_keeps_what_fio_said_before_it(
     tmp_path: Path, report: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """A report said one rate, of the last command, and its cells were of many: fio had found 2.77
-    GB/s where the rounds of the cell behind it had 2.29, and nobody could see by how much ratios
-    hung on which."""
-    rates = iter([2.77] * 10 + [2.3] * 10 + [9.0] * 5)  # five before and five behind; nothing new
+    """A report gave one rate, the last command's, but its cells came from many: fio had found 2.77
+    GB/s where the rounds of the cell after it had 2.29, and nobody could see how much the ratios
+    depended on which rate was used."""
+    rates = iter([2.77] * 10 + [2.3] * 10 + [9.0] * 5)  # five before, five after; nothing new
     monkeypatch.setattr(fio, "version", lambda: "fio-3")
     monkeypatch.setattr(fio, "write", lambda file, *_: file.touch())
     monkeypatch.setattr(fio, "read", lambda *_, **__: fio.FioResult(10**9, 1 / next(rates), 0.0))
@@ -296,7 +296,7 @@ def test_other_parameters_are_measured_again(
 
 
 def test_a_rate_that_was_given_is_part_of_a_cell(tmp_path: Path, report: Path) -> None:
-    """`--resume` took cells whose compute one given rate had stretched for those of another."""
+    """`--resume` took cells with compute stretched by one given rate for those of another rate."""
     for rate, measured in (("1.5", [1]), ("1.5", []), ("2", [1])):
         again = Doubling([1])
         given = ["--json", str(report), "--resume", "--disk-gb-s", rate]
@@ -326,7 +326,7 @@ def test_a_cell_that_is_not_there_is_named(
 
 
 def test_the_cells_there_are_fit_on_a_line() -> None:
-    """All of 900 words, those of every cell too, stood behind a mistyped one."""
+    """All 900 words, even those that every cell has, were listed after a mistyped one."""
     params = [
         {"model": model, "seed": 7, "item": item, "rows": 4 * item + 1000, "digest": "007"}
         for model in ("b", "a") for item in range(300)
@@ -343,14 +343,14 @@ def test_the_cells_there_are_fit_on_a_line() -> None:
 def test_a_rate_is_asked_for_where_it_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], uses_disk: bool
 ) -> None:
-    """Experiments that go by no disk's rate took it, and said nothing."""
+    """Experiments that use no disk rate accepted one, and said nothing."""
     with pytest.raises(SystemExit):
         Doubling([1]).run(tmp_path, "--help", uses_disk=uses_disk)
     assert ("--disk-gb-s" in capsys.readouterr().out) == uses_disk
 
 
 def test_a_refused_command_leaves_what_was_measured(tmp_path: Path, report: Path) -> None:
-    """A cell's name mistyped, and hours of finished cells were gone."""
+    """After one mistyped cell name, hours of finished cells were gone."""
     assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
     assert Doubling([1]).run(tmp_path, "--json", str(report), "--cells", "7") == 2
     again = Doubling([1])
@@ -361,7 +361,7 @@ def test_a_refused_command_leaves_what_was_measured(tmp_path: Path, report: Path
 def test_without_resume_everything_is_measured_again(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And what there was is not lost: hours had gone into it, and a word was forgotten."""
+    """And the earlier cells are not lost: hours went into them, and only one word was forgotten."""
     assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
     state = tmp_path / "doubling.cells.jsonl"
     before = state.read_text()
@@ -371,7 +371,7 @@ def test_without_resume_everything_is_measured_again(
     aside = tmp_path / "before.doubling.cells.jsonl"
     assert aside.read_text() == before and aside.name in capsys.readouterr().err
     assert again.run(tmp_path, "--json", str(report)) == 130
-    assert aside.read_text() == before  # of nothing
+    assert aside.read_text() == before  # there was nothing new to set aside
     again = Doubling([1])
     assert again.run(tmp_path, "--json", str(report)) == 0
     assert again.measured == [1]
@@ -380,7 +380,7 @@ def test_without_resume_everything_is_measured_again(
 def test_quick_runs_leave_the_cells_of_a_full_run_to_a_later_resume(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second of two quick runs put the first one's cells over those of a full run."""
+    """The second of two quick runs set the first one's cells aside over those of a full run."""
     assert Doubling([1, 2, 3]).run(tmp_path, "--json", str(report)) == 0
     state = tmp_path / "doubling.cells.jsonl"
     full = state.read_text()
@@ -400,7 +400,7 @@ def test_quick_runs_leave_the_cells_of_a_full_run_to_a_later_resume(
 def test_cells_that_a_report_leaves_out_are_counted(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With fewer --cells it was written over that of all: the worst of some stood for the worst."""
+    """With fewer --cells it replaced the report of all: the worst of some passed for the worst."""
     assert Doubling([1, 2, 3]).run(tmp_path, "--json", str(report)) == 0
     assert "the report leaves" not in capsys.readouterr().out
     args = ("--json", str(report), "--resume", "--cells", "2")
@@ -431,7 +431,7 @@ def test_a_line_cut_short_is_measured_again(tmp_path: Path, report: Path) -> Non
 def test_a_line_that_is_no_cell_is_named(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str], line: bytes
 ) -> None:
-    """Bytes that are no text, as a power cut may leave them, were a traceback."""
+    """Bytes that are not text, as a power cut may leave them, ended in a traceback."""
     state = tmp_path / "doubling.cells.jsonl"
     state.write_bytes(line + b"\n")
     assert Doubling([1]).run(tmp_path, "--json", str(report), "--resume") == 2
@@ -441,7 +441,7 @@ def test_a_line_that_is_no_cell_is_named(
 def test_a_kept_cell_that_lacks_what_a_figure_is_made_of_is_said(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One measured before a column was added: a traceback when all was measured, and no report."""
+    """One from before a column was added gave a traceback after all was measured, and no report."""
     assert Doubling([1, 2]).run(tmp_path, "--json", str(report)) == 0
     state = tmp_path / "doubling.cells.jsonl"
     state.write_text(state.read_text().replace('"twice": 2', '"thrice": 3'))
@@ -453,7 +453,7 @@ def test_a_kept_cell_that_lacks_what_a_figure_is_made_of_is_said(
 def test_cells_of_another_machine_are_not_resumed(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str], of: str
 ) -> None:
-    """Of as many processors: a machine of two and one of sixteen often name theirs alike."""
+    """Processors are counted: a machine with two and one with sixteen often name theirs alike."""
     assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
     state = state_file(report)
     assert state is not None
@@ -476,7 +476,7 @@ def test_the_estimate_counts_only_what_is_left(
 def test_the_disk_that_compute_goes_by_is_said_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An hour's run went by a rate that was a third of the disk's; only its report said so."""
+    """An hour's run used a rate that was a third of the disk's; only its report said so."""
     assert Doubling([1]).run(tmp_path, "--disk-gb-s", "1.5") == 0
     assert "; the disk reads 1.50 GB/s (given)." in capsys.readouterr().out
 
@@ -525,7 +525,7 @@ def test_a_report_to_stdout_leaves_no_file(
 def test_a_full_disk_is_named(
     tmp_path: Path, report: Path, full: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """ "No space left on device" said nothing of which of three file systems."""
+    """ "No space left on device" did not say which of three file systems was full."""
     made, device = Doubling([1]), Path("/dev/full")
     where = {"report": report, "cells": state_file(report), "data": tmp_path}[full]
     assert where is not None
@@ -546,7 +546,7 @@ def test_a_full_disk_is_named(
 def test_an_experiment_that_draws_nothing_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It wanted matplotlib, made the folder and left it empty."""
+    """It demanded matplotlib, made the folder and left it empty."""
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)
     made = Experiment("plain", "Draws nothing.", Doubling([1])._cells, Doubling([1])._figures)
     plots = tmp_path / "plots"
@@ -568,7 +568,7 @@ def test_plots_without_matplotlib_are_refused_at_once(
 def test_plots_that_cannot_be_written_are_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
 ) -> None:
-    """It was said when all was measured: hours later."""
+    """It was said only after everything was measured: hours later."""
     pytest.importorskip("matplotlib")
     closed = tmp_path / "closed"
     closed.mkdir()
@@ -593,7 +593,7 @@ def test_a_disk_without_room_for_the_data_is_refused_before_it_is_written(
 
 @pytest.mark.parametrize(("refused", "hit"), [("no room", 384), ("", 0)])
 def test_what_was_not_hit_or_not_stored_is_no_row_of_zero_hit(refused: str, hit: int) -> None:
-    """On a full disk the row "37 %, storing" was of prompts that hit and stored nothing."""
+    """On a full disk the row "37 %, storing" came from prompts that hit and stored nothing."""
     zero_hit._check(SimpleNamespace(refused="", hit_tokens=384), 384)
     with pytest.raises(Unable, match="not stored: no room" if refused else "0 tokens were hit"):
         zero_hit._check(SimpleNamespace(refused=refused, hit_tokens=hit), 384)
@@ -607,8 +607,8 @@ def test_tables_fill_no_page_when_asked_for_something_else(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str,
     tables: ModuleType, n_pages: int,
 ) -> None:  # fmt: skip
-    """`--help` rewrote the pages and said nothing, as any misspelt option did; later that of one
-    was a bare line, and a failure."""
+    """`--help` rewrote the pages and said nothing, as any misspelt option did; later the `--help`
+    of one was a bare line, and a failure."""
     filled: list[Path] = []
     monkeypatch.setattr(tables, "fill", lambda page, _folder: filled.append(page))
     with pytest.raises(SystemExit) as ended:
@@ -621,7 +621,7 @@ def test_tables_fill_no_page_when_asked_for_something_else(
 def test_an_experiments_help_says_how_it_is_called(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It said `usage: bench_control.py`, which is no command here."""
+    """It said `usage: bench_control.py`, which is not a command here."""
     monkeypatch.setattr(sys, "argv", [bench_control.__file__, "--help"])
     with pytest.raises(SystemExit):
         bench_control.main()

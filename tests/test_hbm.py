@@ -1,8 +1,8 @@
 """The HBM tier: its copies on a device that does nothing until it is waited for, and on a real one.
 
-Only the device is a stand-in where there is none: a queue of copies that happen, in order, when
-somebody waits for one of them. A tier that looks at bytes too early, or gives a stage to the next
-copy too early, gets the wrong ones.
+Where there is no device, only the device is a stand-in: a queue of copies that happen, in order,
+when somebody waits for one of them. A tier that looks at bytes too early, or gives a stage to the
+next copy too early, gets the wrong bytes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Queued:
 
 
 class QueuedMemory:
-    """Host memory that stands for a device's, behind one stream. `direct`: it reaches all of the
-    host's."""
+    """Host memory that stands in for a device's, with one stream. `direct`: the device reaches all
+    of the host's memory."""
 
     def __init__(self, n_bytes: int, *, direct: bool = False) -> None:
         self.bytes = np.zeros(n_bytes, dtype=np.uint8)
@@ -121,7 +121,7 @@ class TestHbm(CacheContract):
             fetch(tier, slot, 0, aligned(MIB), sums_of(data, PAGE), PAGE)
 
     def test_a_failed_read_leaves_no_copy_under_way(self, tier: Tier) -> None:
-        """The second stage's went on into memory that this thread's next write is staged in."""
+        """The second stage's copy went on into memory where this thread stages its next write."""
         n, tier = 2 * STAGE_BYTES, of_stages(2, tier)
         slot, data = tier.reserve(n), noise(n)
         tier.write(slot, 0, data)
@@ -131,8 +131,8 @@ class TestHbm(CacheContract):
         assert not tier._memory.queue  # type: ignore[attr-defined]
 
     def test_pieces_from_all_over_come_in_one_copy(self, tier: Tier) -> None:
-        """Each run of neighbours was a copy of its own: a layer's chosen rows were hundreds, and
-        took longer to be asked of the device than of the disk."""
+        """Each run of neighbours was a copy of its own: a layer's chosen rows made hundreds, and
+        asking the device for them took longer than asking the disk."""
         slot, data = tier.reserve(MIB), noise(MIB)
         tier.write(slot, 0, data)
         asked, gather = [], tier._memory.gather
@@ -167,7 +167,7 @@ class TestHbm(CacheContract):
         assert asked == ([1, 1, 1, 1, 60] if tier._memory.direct else [4, 60])
 
     def test_a_copy_that_cannot_be_queued_leaves_none_under_way(self, tier: Tier) -> None:
-        """Those before it went on into memory that was given back."""
+        """The copies before it went on into memory that had been given back."""
         slot, data = tier.reserve(MIB), noise(MIB)
         tier.write(slot, 0, data)
         memory, gather = tier._memory, tier._memory.gather
@@ -182,7 +182,7 @@ class TestHbm(CacheContract):
         memory.gather = refusing
         starts, to = slot.parts[0].off + np.arange(3) * PAGE, np.array([0, 2, 4])
         pieces = Pieces(starts, aligned(8 * PAGE), to, sums_of(data, PAGE)[:3], PAGE)
-        if not memory.direct:  # one copy: the next stage's
+        if not memory.direct:  # this is one copy; the next read's is refused
             tier.read_pieces(pieces)
         with pytest.raises(ReadFailed, match="out of memory"):
             tier.read_pieces(pieces)
@@ -240,8 +240,8 @@ class TestHbmOnCuda(CacheContract):
         assert np.array_equal(out[: apart * n].reshape(-1, PAGE)[to], data.reshape(-1, PAGE)[pages])
 
     def test_memory_that_is_gone_is_no_longer_locked(self) -> None:
-        """Fresh memory at the same place could not be locked, and the error was raised by what
-        torch did next."""
+        """Fresh memory at the same place could not be locked, and the error was raised by the next
+        call to torch."""
         import torch
 
         for _ in range(20):
@@ -290,7 +290,7 @@ def test_a_store_serves_the_same_bits_from_a_device(
 
 
 def served_until_it_climbed(store: impress.PrefixStore) -> Any:
-    """The tokens of a prompt that is stored, and of which there are copies on the device."""
+    """The tokens of a stored prompt that has copies on the device."""
     tokens = prompt(256)
     put_prompt(store, tokens).wait(60)
     for _ in range(3):
@@ -317,8 +317,8 @@ def test_a_bad_copy_on_a_device_is_a_lost_prefix_and_then_read_from_home(
 def test_a_closed_store_lets_go_of_the_device(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it was still named, or the engine over it, a store opened anew found the device full:
-    "lower hbm_bytes"."""
+    """While something still referred to the closed store, or to the engine over it, the next store
+    to be opened found the device full: "lower hbm_bytes"."""
     made: list[weakref.ref[QueuedMemory]] = []
 
     def tier(n_bytes: int, name: str) -> HbmTier:
@@ -363,7 +363,7 @@ def hbm_slot(store: impress.PrefixStore) -> Any:
 def test_a_device_that_cannot_be_used_is_not_one_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, error: int, n_devices: int, said: str
 ) -> None:
-    """Whatever the driver failed with, it was said to find none, and nobody looked further."""
+    """Whatever the driver failed with, it was said to find no device, and nobody looked further."""
 
     class Driver:
         def cuInit(self, flags: int) -> int:
@@ -379,7 +379,7 @@ def test_a_device_that_cannot_be_used_is_not_one_that_is_not_there(
 
 
 def test_what_torch_warns_of_is_why_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver too old for torch: pytest makes errors of warnings, and ended before any test."""
+    """torch warns of a driver too old: pytest makes warnings errors, and ended before any test."""
 
     def is_available() -> bool:
         warnings.warn("The NVIDIA driver is\n too old", stacklevel=2)

@@ -58,9 +58,9 @@ def test_rises_and_comings_and_goings_file_nothing_and_falls_are_swept() -> None
 
 
 def test_most_of_it_goes_and_comes_back_in_parts_without_being_filed_again() -> None:
-    """A request pins all layers of its prefix and gives them back one by one. Where that is most
-    of a cache, the first that came back swept the others' entries out, and each chunk of theirs
-    was filed anew: a Python loop over all of them, on the request's path, under the lock."""
+    """A request pins all layers of its prefix and gives them back one by one. Where they were most
+    of a cache, the first to come back swept the others' entries out, and each chunk of the others
+    was filed again: a Python loop over all of them, on the request's path, under the lock."""
     n = 1000
     heap, ids = MinHeap(n), np.arange(n)
     heap.put(ids, np.zeros(n), ids)

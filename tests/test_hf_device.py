@@ -1,4 +1,4 @@
-"""What storing does for a device's sake, on one that is played: it only says what it has."""
+"""What storing does for a device's sake, on a mock device that only says what it has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Held:
-    """A request's cache, whose rows hold so much of a device."""
+    """A request's cache whose rows hold `n_bytes` of a device."""
 
     def __init__(self, n_bytes):
         self.n_bytes = n_bytes
@@ -41,8 +41,8 @@ def played(monkeypatch):
 
 @pytest.mark.usefixtures("played")
 def test_rows_that_wait_to_be_stored_leave_a_device_half_of_what_it_has_free():
-    """Those of five requests stayed there, however large they were, and the next one's found no
-    memory."""
+    """The rows of five requests stayed there, however large they were, and those of the next found
+    no memory."""
     line, freed = StoreQueue(None), []
     busy, may_end = threading.Event(), threading.Event()
 
@@ -77,8 +77,8 @@ def test_rows_that_wait_to_be_stored_leave_a_device_half_of_what_it_has_free():
 
 @pytest.mark.usefixtures("played")
 def test_what_waits_to_be_weighed_leaves_a_device_half_of_what_it_has_free(caplog):
-    """Under a policy that earns trust each hit's rows stay for the guard: beside three of them the
-    next request found no memory."""
+    """Under a policy that earns trust, each hit's rows stay for the guard: beside those of three
+    hits the next request found no memory."""
     freed, dropped, stored = [], [], [Held(20)]
     ledgers = SimpleNamespace(dropped=dropped.append)
     auditor = Auditor(None, SimpleNamespace(ledgers=ledgers), Turn(), lambda: None, lambda: stored)
@@ -124,7 +124,7 @@ def test_a_cache_tells_what_it_holds_of_each_device():
 
 
 class Noted:
-    """A stream, or an event on one, that does nothing but say what was asked of it."""
+    """A stream, or an event on one, that only notes what was asked of it."""
 
     def __init__(self, name, said):
         self.name, self.said = name, said
@@ -139,8 +139,8 @@ class Noted:
 def test_rows_are_copied_from_a_device_beside_what_it_computes_for_later_requests(
     open_store, geometry, monkeypatch
 ):
-    """They were copied in line with it: behind the next request's kernels, and before those behind
-    them."""
+    """They were copied in line with its computing: after the next request's kernels, and before
+    those that followed."""
     said, names = [], iter(("copies",))
 
     @contextmanager

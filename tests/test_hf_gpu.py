@@ -1,4 +1,4 @@
-"""The Transformers engine on a CUDA device, where keys are on it and all that is stored is not.
+"""The Transformers engine on a CUDA device, which holds the keys but nothing that is stored.
 
 Tiny random models: nothing is downloaded. experiments/gpu_recipe.md has the command.
 """
@@ -68,7 +68,7 @@ def test_a_hit_answers_as_the_model_that_continues(tmp_path, family, attention):
 
 @pytest.mark.parametrize(("family", "dtype", "attention"), MODELS)
 def test_a_hit_has_the_bits_of_continuing(tmp_path, family, dtype, attention):
-    """Promised everywhere, and shown on the CPU only: here another kernel may be taken."""
+    """This is promised everywhere, but shown only on the CPU: a GPU may take another kernel."""
     model, ids = tiny(family, dtype, attention=attention).cuda(), request_ids().cuda()
     with filled(model, tmp_path) as engine:
         mine = engine.generate(ids, max_new_tokens=8, **LOGITS)
@@ -138,7 +138,7 @@ WEIGHED = [Paper(keep=0.2, gate=False), AllHeads(keep=0.5)]  # by records, and b
 
 @pytest.mark.parametrize("policy", WEIGHED, ids=lambda policy: policy.name)
 def test_requests_are_weighed_and_run_again(tmp_path, monkeypatch, policy):
-    """Exact ones by the rows of their cache, sparse ones by what their layers were asked."""
+    """Exact ones are weighed by their cache's rows, sparse ones by what their layers were asked."""
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     for module in ("hf", "hf_prefix"):  # longer requests: the selection is made anew
         monkeypatch.setattr(f"impress.engines.{module}.SHADOW_ROWS", 16)
@@ -169,7 +169,7 @@ def test_virtual_buffers_give_the_bits_of_ordinary_memory(tmp_path):
         with hf.attach(model, tmp_path / name, config=ROOMY, virtual=virtual) as engine:
             engine.generate(stored.cuda(), max_new_tokens=1)
             engine.flush()
-            found[name] = ask(engine, ids)  # 40 new ones: over a page's 512 rows
+            found[name] = ask(engine, ids)  # 40 new ones: past a page's 512 rows
             assert engine.last_request.hit_tokens == HIT
             assert engine.last_request.memory == name
             engine.flush()
@@ -185,7 +185,7 @@ def test_what_has_been_stored_has_left_the_device(tmp_path):
     """The last request's keys and values stayed there until the next one was stored."""
     model, ids = tiny("llama", **WIDE).cuda(), prompts(1000).cuda()
     with hf.attach(model, tmp_path, config=ROOMY, store_new=False) as engine:
-        engine.generate(ids, max_new_tokens=2)  # what torch and its libraries keep is there now
+        engine.generate(ids, max_new_tokens=2)  # now torch and its libraries have what they keep
     gc.collect()
     before = torch.cuda.memory_allocated()
     with hf.attach(model, tmp_path, config=ROOMY) as engine:
@@ -198,14 +198,14 @@ def test_what_has_been_stored_has_left_the_device(tmp_path):
 
 
 def test_rows_are_stored_while_a_device_computes_for_others(tmp_path, monkeypatch):
-    """They were copied behind the next request's kernels."""
+    """They used to be copied only after the next request's kernels."""
     model, put, may = tiny("llama", **WIDE).cuda(), StoreQueue._store_rows, threading.Event()
     with hf.attach(model, tmp_path, config=ROOMY) as engine:
         engine.generate(prompts(1000).cuda(), max_new_tokens=2)
         engine.flush()
         monkeypatch.setattr(StoreQueue, "_store_rows", lambda *args: may.wait(60) and put(*args))
         engine.generate(prompts(1000, seed=2).cuda(), max_new_tokens=2)
-        torch.cuda._sleep(20_000_000_000)  # many times as long as that takes
+        torch.cuda._sleep(20_000_000_000)  # many times as long as storing takes
         computed = torch.cuda.current_stream().record_event()
         may.set()
         engine.flush()

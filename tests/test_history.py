@@ -61,7 +61,7 @@ def scores(h: History, span: int, layer: int, ordinals: np.ndarray | None = None
 def test_an_average_is_the_mean_at_first_and_then_moves(
     requests: list[tuple[int, int, set[int]]],
 ) -> None:
-    """Of two halves: each decision goes to the one that had fewer of the window."""
+    """There are two halves: each decision goes to the one that had fewer of the window."""
     h = history()
     mean, seen = np.zeros((2, ROWS)), np.zeros((2, ROWS))
     for at, n, rows in requests:
@@ -108,30 +108,30 @@ def test_a_layer_loaded_whole_counts_as_a_use_and_leaves_averages_alone() -> Non
 
 
 def test_chunks_of_a_layer_that_requests_need_every_row_of_are_worth_their_uses() -> None:
-    """Where three layers of four fell back, the cache kept what the fourth had chosen of them: two
-    hits of five were lost, and the paper's system took 1.5 times what plain LFU took."""
+    """Where three layers of four fell back, the cache kept only what the fourth had chosen of them:
+    two hits of five were lost, and the paper's system took 1.5 times as long as plain LFU."""
     h = history()
     h.request([note([0, 1])])
     before = h.average(7)
     for _ in range(3):
         h.request([note(None, whole=True)])
-    assert np.array_equal(h.average(7), before)  # who chooses still chooses these
+    assert np.array_equal(h.average(7), before)  # a request that chooses still chooses these
     uses = sum(2 ** (-i / HALF_LIFE) for i in range(3))
-    # Three requests of four need all of a chunk; the one that chose, two rows of 16 of the first.
+    # Three requests of four need all of a chunk; the one that chose, 2 rows of 16 in the first.
     first = (uses + 2 ** (-3 / HALF_LIFE)) * (3 / 4 + 1 / 4 * 2 / W)
     assert np.allclose(scores(h, 7, 0), [first, *[uses * 3 / 4] * 3], rtol=1e-3)
     worth = h.worth(7, 0)
     assert worth is not None and np.allclose(worth.shares, [2 / W, 0, 0, 0], atol=1e-3)
-    assert h.summary(7)[0] == pytest.approx(scores(h, 7, 0).mean() / 2, rel=1e-3)  # of two layers
+    assert h.summary(7)[0] == pytest.approx(scores(h, 7, 0).mean() / 2, rel=1e-3)  # mean of both
     for _ in range(2 * MOST):
         h.request([note([0, 1])])
     now = scores(h, 7, 0)
-    assert now[0] > 4 * now[1]  # what is rarely needed whole again goes
+    assert now[0] > 4 * now[1]  # what is again rarely needed whole goes
 
 
 def test_a_prefix_that_is_read_whole_from_now_on_is_worth_it_within_a_few_uses() -> None:
-    """It took some forty: at the edge of the caches it was read whole and half cold meanwhile. A
-    layer that fell back, beside others that chose, says nothing of the next request."""
+    """It took some forty uses: meanwhile a prefix at the edge of the caches was read whole and half
+    cold. A layer that fell back, beside others that chose, says nothing about the next request."""
     h, fell_back = history(), history()
     for one in (h, fell_back):
         for _ in range(2 * MOST):
@@ -179,7 +179,7 @@ def test_a_use_counts_half_after_a_half_life_of_requests() -> None:
 
 
 def test_what_needs_every_row_is_no_less_needed_where_none_decided_about_it() -> None:
-    """Left out of the mean that eviction from home goes by: a prefix of which most layers fall back
+    """It was left out of the mean by which home evicts: a prefix most of whose layers fall back
     went before one of which a fifth is chosen, and one always read whole had no share at all."""
     h = History(LAYERS, W, 1 << 20, {}.get)
 
@@ -216,7 +216,7 @@ def test_ranks_are_of_fading_uses_times_shares_and_never_need_renewing() -> None
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_share_of_a_chunk_is_of_rows_that_something_was_decided_about(packed: bool) -> None:
-    """The others count 1 in what it is worth, and did in the share that people are shown."""
+    """Other rows count 1 in a chunk's worth, as they did in the share that people are shown."""
     h = history()
     ordinals = np.arange(ROWS)
     if packed:  # halves of the first two chunks change places
@@ -244,8 +244,8 @@ def test_chunks_are_those_the_rows_lie_in() -> None:
 
 
 def test_a_spans_score_is_the_mean_of_its_chunks_however_its_rows_lie() -> None:
-    """Uses by chunk were multiplied with shares by window: after a repack, which puts the rows that
-    are chosen into the chunks that are used, it said a few times too little."""
+    """Uses by chunk were multiplied by shares by window: after a repack, which puts the chosen rows
+    into the chunks that are used, the score was a few times too low."""
     h = history()
     order = np.arange(ROWS).reshape(W, WINDOWS).T.reshape(-1)  # ordinals of rows 0, 1, …
     chosen = np.sort(np.argsort(order)[:W])  # the rows that lie in chunk 0: some of each window
@@ -260,15 +260,15 @@ def test_a_spans_score_is_the_mean_of_its_chunks_however_its_rows_lie() -> None:
     want *= 2 ** (-1 / HALF_LIFE)
     saved = h.dump()
     again = history(saved=saved, tick=h.tick)
-    for _ in range(2):  # by what stands in front of the value, and once it is unpacked
+    for _ in range(2):  # from the value's head, then from the unpacked value
         assert again.summary(7) == pytest.approx((want, 1 / WINDOWS))
         assert again.average(7) is not None
-    h.carry(7, 9)  # into other chunks, of which each begins with the uses of the most used one
+    h.carry(7, 9)  # into other chunks, each of which begins with the uses of the most used one
     assert h.summary(9)[0] == pytest.approx(want)
 
 
 def test_each_layer_fades_by_its_own_requests() -> None:
-    """All faded by the newest note of any: what a layer had been used for long ago was as new."""
+    """All layers faded by the newest note of any: what a layer was used for long ago was as new."""
     h = history()
     h.request([note(None, layer) for layer in range(LAYERS)])
     for _ in range(3 * HALF_LIFE):
@@ -304,7 +304,7 @@ def test_its_budget_holds_and_the_span_noted_longest_ago_goes() -> None:
 
 
 def test_a_span_larger_than_the_budget_costs_no_other_its_history() -> None:
-    """One note of it made room by forgetting all others, unsaved, and then it went itself."""
+    """One note of it made room by forgetting all others, unsaved, and then it was forgotten too."""
     size = Remembered.empty(LAYERS, WINDOWS, W).n_bytes
     h, large = history(budget=3 * size), 4 * ROWS
     for span in (1, 2, 3):
@@ -318,9 +318,9 @@ def test_a_span_larger_than_the_budget_costs_no_other_its_history() -> None:
 def test_what_a_larger_budget_saved_is_neither_unpacked_nor_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is learnt of such a span any more, but its value answered as of long ago, unpacked
-    anew for each layer of each request: a prefix in use lost its place in the caches to others. Of
-    an index of before averages had halves that was so of every span above half the budget."""
+    """Nothing more is learnt of such a span, but its old value still answered, unpacked again for
+    each layer of each request: a prefix in use lost its place in the caches to others. In an index
+    from before averages had halves, that was so of every span above half the budget."""
     size, large = Remembered.empty(LAYERS, WINDOWS, W).n_bytes, 4 * ROWS
     had = history()
     had.request([Note(9, large, 0, 0, large, np.array([0]))])
@@ -330,7 +330,7 @@ def test_what_a_larger_budget_saved_is_neither_unpacked_nor_believed(
     monkeypatch.setattr(usage, "decode", lambda raw: pytest.fail("unpacked"))
     assert h.worth(9, 0) is None and h.average(9) is None
     monkeypatch.undo()
-    # Whoever repacks it is told, with however little memory: the command has hardly any.
+    # A repack is told it, with however little memory: the command has hardly any.
     assert np.array_equal(h.average(9, of_any_size=True), had.average(9))
     (value,) = h.carry(9, 10).values()
     assert np.array_equal(decode(value).average(), had.average(9))
@@ -356,8 +356,8 @@ def test_what_is_saved_makes_room_for_what_is_not() -> None:
 def test_what_is_pushed_out_before_it_is_noted_is_not_begun_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between a span's recall and its note another thread's spans took its place: an empty history
-    was noted, and saved over what it had."""
+    """Between a span's recall and its note another thread's spans took its place in memory: an
+    empty history was noted, and saved over the span's own."""
     size = Remembered.empty(LAYERS, WINDOWS, W).n_bytes
     old = history()
     for span in (1, 2, 7):
@@ -380,7 +380,7 @@ def test_what_is_pushed_out_before_it_is_noted_is_not_begun_anew(
 
 
 def test_a_save_is_due_before_what_is_unsaved_fills_the_budget() -> None:
-    """Only requests were counted: many spans within few of them went unsaved."""
+    """Only requests were counted: many spans noted in few requests went unsaved."""
     size = Remembered.empty(LAYERS, WINDOWS, W).n_bytes
     h, saved = history(budget=8 * size), {}
     for span in range(50):
@@ -393,7 +393,7 @@ def test_a_save_is_due_before_what_is_unsaved_fills_the_budget() -> None:
 
 
 def test_a_save_is_due_once_in_so_many_requests() -> None:
-    """Of those since the last one, in a store that has served any number before."""
+    """Requests since the last save count, in a store that has served any number before."""
     h = history(tick=10 * SAVE_EVERY)
     for _ in range(2):
         for _ in range(SAVE_EVERY):
@@ -404,7 +404,7 @@ def test_a_save_is_due_once_in_so_many_requests() -> None:
 
 
 def test_a_repack_carries_what_is_saved_but_not_in_memory() -> None:
-    """A rewrite never asks for history; fetched after the swap, the old value was gone."""
+    """A rewrite never asks for history: if fetched only after the swap, the old value was gone."""
     old = history()
     old.request([note([3, 5])])
     saved = old.dump()
@@ -433,7 +433,7 @@ def test_a_value_comes_back_as_it_was_saved() -> None:
 
 
 def test_a_value_of_version_2_has_one_half_and_gets_the_other() -> None:
-    """Decisions were not averaged by halves: of one alone no order is made (packing.py)."""
+    """Version 2 did not average by halves: from one half alone no order is made (packing.py)."""
     h = history()
     h.request([note([1, 20])])
     known = decode(h.dump()[7])
@@ -454,7 +454,7 @@ def test_a_value_of_version_2_has_one_half_and_gets_the_other() -> None:
 
 
 def test_a_value_of_version_1_is_read_on() -> None:
-    """It did not tell who had needed every row."""
+    """Version 1 did not say which requests had needed every row."""
     h = history()
     h.request([note([1, 20])])
     h.request([note(None)])
@@ -472,7 +472,7 @@ def test_a_value_of_version_1_is_read_on() -> None:
     assert np.array_equal(scores(again, 7, 0), scores(h, 7, 0))
     found = head_of(old)
     assert found is not None and found.tick == known.tick
-    for one in (h, again):  # who chose rows before counts as much as who needs all of them now
+    for one in (h, again):  # one that chose before counts as much as one that needs all rows now
         one.request([note(None, whole=True)])
     assert np.array_equal(scores(again, 7, 0), scores(h, 7, 0))
     assert np.allclose(scores(h, 7, 0)[3] / (1 + 2 ** (-1 / HALF_LIFE)), 1 / 2, rtol=1e-3)
@@ -494,7 +494,7 @@ def test_a_damaged_newer_or_foreign_value_is_forgotten() -> None:
             decode(bytes(bad))
         assert head_of(bytes(bad)) is None
         assert history(saved={7: bytes(bad)}).average(7) is None
-    newer = (4).to_bytes(2, "little") + raw[2:-8]  # and whole
+    newer = (4).to_bytes(2, "little") + raw[2:-8]  # and intact
     newer += xxhash.xxh3_64_intdigest(newer).to_bytes(8, "little")
     with pytest.raises(FormatError, match="version 4 is newer"):
         decode(newer)
@@ -563,8 +563,8 @@ def test_each_span_of_a_prompt_learns_which_of_its_own_rows_were_chosen(open_sto
     "policy", [Recency(0.25), Random(0.25), Paper(alpha=0.0)], ids=lambda policy: policy.name
 )
 def test_rows_that_no_query_chose_teach_no_averages(open_store: Open, policy: Policy) -> None:
-    """Chosen without a look at the query, or all of them where heads disagreed: taken for what
-    requests need, the newest rows would be packed and kept first."""
+    """Such rows were chosen without a look at the query, or are all rows, as heads disagreed: if
+    taken for what requests need, the newest rows would be packed and kept first."""
     tokens = prompt(256)
     store = open_store(impress.Geometry(2, 4, 4, 32, "float32"), dram_bytes=0)
     put_prompt(store, tokens).wait(60)
@@ -580,7 +580,7 @@ def test_rows_that_no_query_chose_teach_no_averages(open_store: Open, policy: Po
 def test_it_was_decided_to_read_everything_only_where_that_was_asked_for_and_came_about(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all four layers fell back, or a request had no more than one layer, it looked alike:
+    """Where all four layers fell back, or a request had no more than one layer, it looked the same:
     three of ten requests to a model whose layers mostly fall back said what nobody had decided."""
     noted = list[Note]()
 
@@ -635,7 +635,7 @@ def test_history_is_saved_every_so_many_requests(
 def test_a_span_is_saved_with_the_score_that_its_last_request_gave_it(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was saved between the note and the judging: a use less, which `inspect` then showed."""
+    """It was saved between noting and judging: with one use less, which `inspect` then showed."""
     store = open_store(geometry)
     put_prompt(store, prompt(128)).wait(60)
     saved: list[dict[int, bytes]] = []

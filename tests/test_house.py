@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows: which words stay out of tiers/, how long things get."""
+"""House rules that no linter knows: which words stay out of tiers/, how long things get."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_files_and_functions_stay_short(path: Path) -> None:
 
 
 def test_every_package_of_the_wheel_says_that_it_is_typed() -> None:
-    """Without the marker a checker takes all of an installed package for Any."""
+    """Without the marker, a type checker takes all of an installed package for Any."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     for name in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert (ROOT / name / "py.typed").is_file()
@@ -55,7 +55,7 @@ def test_what_the_documents_name_is_there_for_a_type_checker_too() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of a page may end in: lower case, hyphens, no punctuation."""
+    """Anchors that links to the page's headings may end in: lower case, hyphens, no punctuation."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -105,7 +105,7 @@ def a_layer(
 
 
 def test_the_new_tokens_share_is_the_same_in_blocks_of_rows() -> None:
-    """All rows at once took the square of them in memory: gigabytes for a long new part."""
+    """All rows at once took memory by the square of their number: gigabytes for a long new part."""
     make = torch.Generator().manual_seed(3)
     q, m = 2 * MOST_ROWS + 17, 2 * MOST_ROWS + 40
     query, new = torch.randn(4, q, 16, generator=make), torch.randn(2, m, 16, generator=make)
@@ -121,7 +121,7 @@ def test_the_new_tokens_share_is_not_rounded_to_16_bits(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys with a large value in common make scores of hundreds. Products in bfloat16 rounded these
-    by up to a half, and what a head truly missed was told wrong by .04."""
+    by up to a half, and the mass that a head truly missed was off by .04."""
     monkeypatch.setattr(scores, "native", lambda name: True)
     make = torch.Generator().manual_seed(3)
     query, new = torch.randn(8, 5, 64, generator=make), torch.randn(2, 5, 64, generator=make)
@@ -291,7 +291,7 @@ def test_paper_by_records_is_paper_by_keys(shape: tuple[int, int, int], dtype: s
 
 
 def test_paper_says_what_the_heads_it_saw_miss() -> None:
-    """The mean over query rows: of the probe heads, and of all heads where those disagreed."""
+    """The mean over query rows: for the probe heads, or for all heads where those disagreed."""
     geometry = Geometry(1, 4, 4, 16, "float32")
     layer = a_layer(geometry, q=5)
     agreed = select(Paper(0.25, gate=False), asked(geometry, layer, "heads3-v1"))
@@ -335,11 +335,11 @@ def test_a_query_of_nan_loads_everything() -> None:
 
 @pytest.mark.parametrize("probe", ["int4-v1", "int2-v1"])
 def test_new_tokens_of_a_share_without_bounds_load_everything(probe: str) -> None:
-    """What of 16 bits overflows where scores are summed: the prefix then had no weight at all, and
-    a row of it was chosen that missed nothing, it said."""
+    """16-bit values overflow where scores are summed: the prefix then had no weight at all, and a
+    single row of it was chosen and said to miss nothing."""
     geometry = Geometry(1, 4, 4, 16, "float32")
     layer = a_layer(geometry)
-    for rows in (slice(1), slice(None)):  # of one query row, of all
+    for rows in (slice(1), slice(None)):  # for one query row, for all
         layer["lse"][2, rows] = math.inf
         for policy in (Paper(0.1, gate=False), Quality(probe=probe), AllHeads(), Contiguous()):
             got = select(policy, asked(geometry, layer, policy.probe))
@@ -384,7 +384,7 @@ def test_all_heads_take_the_top_of_all_column_sums() -> None:
 
 
 class Elsewhere:
-    """A query on a device: nothing of the host's goes with it before it has been moved there."""
+    """A query on a device: it mixes with no host tensor before it has been moved to the host."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self.host, self.shape = host, host.shape
@@ -399,7 +399,7 @@ class Elsewhere:
 
 @pytest.mark.parametrize("policy", [AllHeads(0.2), Contiguous(0.25)], ids=lambda p: p.name)
 def test_all_keys_are_looked_at_where_they_are(policy: AllHeads | Contiguous) -> None:
-    """In host memory: a query on a device was multiplied with them, which torch refuses."""
+    """These are in host memory: a query on a device was multiplied by them, which torch refuses."""
     geometry = Geometry(1, 6, 2, 8, "float32")
     layer = a_layer(geometry)
     want = select(policy, asked(geometry, layer))
@@ -498,8 +498,8 @@ def test_the_true_missing_mass_keeps_the_bound_on_sparse_attention(
 def test_the_estimate_is_at_most_the_bound_where_attention_is_flat(
     n: int, per: Literal["mean", "head"]
 ) -> None:
-    """Sums in float32 rounded it over the bound by up to a millionth, so that a caller who refused
-    what was over the bound that he had set refused what kept it."""
+    """Sums in float32 rounded it over the bound by up to a millionth, so a caller who refused
+    estimates over the bound that he had set refused choices that kept it."""
     columns = np.full((2, n), 0.4 / n, dtype=np.float32)
     columns[:, : n // 4] *= 7
     for bound in (0.05, 0.1, 0.2):
@@ -511,8 +511,8 @@ def test_the_estimate_is_at_most_the_bound_where_attention_is_flat(
 def test_a_bound_of_nothing_takes_what_underflows_in_few_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The mean of what one head of 64 gives is 0, yet its sum is more: row by row it would take as
-    many sums as there are rows."""
+    """One head's weight is 0 in the mean of 64, yet more than 0 in a sum: row by row it would take
+    as many sums as there are rows."""
     columns = np.zeros((64, 5000), dtype=np.float32)
     columns[:, 0], columns[3, 1000:4000] = 0.9, 1e-45
     sums, plain = [], choices._chosen
@@ -522,9 +522,9 @@ def test_a_bound_of_nothing_takes_what_underflows_in_few_steps(
 
 
 def test_a_sketch_too_coarse_for_a_sharp_query_loads_everything() -> None:
-    """What the sketch's error adds to weights ended at e^10: of rows a hundred times as large, the
-    estimate was .05 and the truth up to .08 by int4, .63 by int1. One such row of sixteen, whose
-    weight lay elsewhere, was missed whole."""
+    """What the sketch's error adds to weights was capped at e^10: for query rows a hundred times as
+    large, the estimate was .05 and the truth up to .08 with int4, .63 with int1. One such row of
+    sixteen, whose weight lay elsewhere, was missed entirely."""
     geometry = Geometry(1, 4, 2, 64, "bfloat16")
     for n_large in (1, 16):
         layer = a_layer(geometry, n=512, q=16)
@@ -547,8 +547,8 @@ def test_a_sketch_too_coarse_for_a_sharp_query_loads_everything() -> None:
 def test_a_sketch_owns_up_to_the_keys_it_knows_less_well(
     times: float, sharp: float, probe: str
 ) -> None:
-    """Of keys a tenth of which are larger, these have the larger error, and most of the weight: by
-    the error's mean over all tokens the estimate was .05 and the truth .058 (int4), .09 (int2)."""
+    """Where a tenth of the keys are larger, these have the larger error and most of the weight: by
+    the error's mean over all tokens the estimate was .05, the truth .058 (int4) and .09 (int2)."""
     geometry = Geometry(1, 4, 2, 64, "float32")
     told, true, worst_told, worst_true = [], [], [], []
     for seed in range(8):
@@ -576,8 +576,8 @@ def test_diffuse_attention_loads_everything() -> None:
 
 @pytest.mark.parametrize("probe", ["heads3-v1", "pages16-v1"])
 def test_quality_goes_by_no_columns_but_those_of_every_head_and_token(probe: str) -> None:
-    """Numbers of pages were taken for positions, and three heads for all: the estimate was within
-    the bound, and the rows were the wrong ones."""
+    """Page numbers were taken for positions, and three heads for all: the estimate was within the
+    bound, but the rows were the wrong ones."""
     geometry = Geometry(1, 8, 8, 32, "float32")
     layer = a_layer(geometry, n=512)
     with pytest.raises(ImpressError, match=f"'{probe}' scored"):
@@ -619,7 +619,7 @@ def test_a_worst_head_needs_more_rows_than_the_mean() -> None:
 def test_a_choice_that_would_save_hardly_anything_loads_the_layer_whole(
     n_needed: int, probe_rows: int, chosen: int
 ) -> None:
-    """Less than a tenth of the layer, beside the records that are read to choose."""
+    """That is less than a tenth of the layer, net of the records that are read to choose."""
     columns = np.zeros((2, 100), dtype=np.float32)
     columns[:, :n_needed] = 0.01
     got = quality_choice(columns, 1, Quality(0.0), 1000, 1000 * probe_rows, 1)
@@ -679,7 +679,7 @@ def test_fewer_rows_bound_the_worst_head_than_in_the_order_of_all_heads_together
     ],
 )
 def test_policies_refuse_bad_numbers_in_one_line(make: Any, what: str) -> None:
-    """An int that is larger than any float was an OverflowError; of one of thousands of digits the
+    """An int larger than any float raised OverflowError; for one of thousands of digits the error's
     line itself failed, with a ValueError of another kind."""
     with pytest.raises(BadInput, match=what) as caught:
         make()

@@ -1,4 +1,4 @@
-"""An index whose file somebody makes shorter while it is open: a line, and no SIGBUS."""
+"""An index whose file somebody shortens while it is open: one line, and no SIGBUS."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cut():
     pages = int(sys.argv[2])  # of LMDB's: the first two say where all others are
     os.truncate(data, 4096 * pages)
 """
-#: Prints what is served, of two prompts stored before; and what becomes of a third.
+#: Prints what is served of two prompts stored before, and what becomes of a third.
 _WRITER = """
 with open_store(here, repack_every_s=0) as store:
     for seed in (0, 1):
@@ -43,7 +43,7 @@ with open_store(here, repack_every_s=0) as store:
     except impress.StoreFailed as err:
         print(err)
 """
-#: A second look at it by the same process, as where another shard's log was overrun.
+#: The same process looks at the index again, as when another shard's log was overrun.
 _AGAIN = """
 with open_store(here, repack_every_s=0) as store:
     put(store, 0)
@@ -65,7 +65,7 @@ store.close()
 
 
 def ended(script: str, path: Path, n_pages: int) -> str:
-    """What a process of its own prints: a touch beyond the end of a map ends it."""
+    """The output of a separate process: a touch beyond the end of a map would end the process."""
     command = [sys.executable, "-c", _BEGIN + script, str(path), str(n_pages)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
@@ -78,7 +78,7 @@ def ended(script: str, path: Path, n_pages: int) -> str:
 def test_a_writer_whose_index_is_cut_short_serves_on_and_stores_no_more(
     tmp_path: Path, n_pages: int
 ) -> None:
-    """A copy written over it, say: every process that had it open was ended by SIGBUS."""
+    """By a copy written over it, say: SIGBUS ended every process that had it open."""
     served, third = ended(_WRITER, tmp_path / "s", n_pages).splitlines()
     assert served == "Judged(served=512, missed=0, wrong=0)"
     assert "cut short while it was open" in third and "impress rebuild" in third
@@ -88,7 +88,7 @@ def test_a_writer_whose_index_is_cut_short_serves_on_and_stores_no_more(
 def test_one_that_is_cut_short_is_not_opened_again_beside_who_has_it_open(
     tmp_path: Path, n_pages: int
 ) -> None:
-    """What LMDB says of it lies in its map: to ask was SIGBUS."""
+    """LMDB keeps what it can say about it in its map: asking was a SIGBUS."""
     refused, served = ended(_AGAIN, tmp_path / "s", n_pages).splitlines()
     assert "impress rebuild makes it again" in refused
     assert served == "Judged(served=256, missed=0, wrong=0)"
@@ -97,7 +97,7 @@ def test_one_that_is_cut_short_is_not_opened_again_beside_who_has_it_open(
 def test_one_that_grows_between_two_looks_is_not_cut_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two threads the one that had looked first compared with what the other had seen since."""
+    """Of two threads, the first to look compared its size with what the other had seen since."""
     (tmp_path / "data.mdb").write_bytes(bytes(100))
     shared, look = Env(None, n_bytes=50), Path.stat
 

@@ -1,7 +1,7 @@
 """Ctrl-C at every single step of a call: nothing stays taken.
 
-CPython looks for signals as a function begins and behind each call of what is written in C; both
-are events of a profiler. And as a loop goes round: an opcode that a tracer is told of.
+CPython looks for signals when a function begins and after each call of a function written in C:
+both are events of a profiler. And it does when a loop goes round: an opcode that a tracer is told.
 """
 
 from __future__ import annotations
@@ -57,27 +57,27 @@ HOLE = 64 << 10
 TOKENS = prompt(256)
 
 
-#: Whose loops are gone round.
+#: The code whose loops count as steps, too.
 OURS = tuple(str(Path(package.__file__ or "").parent) for package in (impress, tiers))
-#: Where none comes: here, and in a driver that is played, which is C.
+#: Files in which no Ctrl-C comes: this one, and that of the played driver, which would be C.
 NONE = (__file__, Played.cuInit.__code__.co_filename)
 
 
 @cache
 def turns_of(code: CodeType) -> set[int]:
-    """Where its loops go round."""
+    """The offsets at which its loops go round."""
     return {i.offset for i in dis.get_instructions(code) if i.opname.startswith("JUMP_BACKWARD")}
 
 
 class Interrupted:
-    """A with-block in which Ctrl-C comes at step n; whether it `came`, as the block may be over."""
+    """A with-block in which Ctrl-C comes at step n; it `came` unless the block was over before."""
 
     def __init__(self, n: int) -> None:
         self._left = n
         self.came = False
 
     def __enter__(self) -> Interrupted:
-        gc.disable()  # others' callbacks are no steps of ours, and what is raised there is lost
+        gc.disable()  # others' callbacks are not our steps, and what is raised in them is lost
         sys.settrace(self._enter)
         sys.setprofile(self._step)
         return self
@@ -91,7 +91,7 @@ class Interrupted:
     def _step(self, frame: FrameType, event: str, _of: Any) -> None:
         if event in ("call", "c_return") and frame.f_code.co_filename not in NONE:
             if self._left <= 0 and self._in_del(frame):
-                return  # nor this: it would be lost, too
+                return  # nor here: what is raised in a __del__ is lost, too
             self._left -= 1
             if self._left < 0 and not self.came:
                 self.came = True
@@ -120,7 +120,7 @@ def at_each_step(
     make: Callable[[], State], act: Callable[[State], object], check: Callable[[State], object],
     first: int = 0,
 ) -> None:  # fmt: skip
-    """Interrupt `act` at its first step, then, of a new state, at its second, … up to its end."""
+    """Interrupt `act` at its first step, then, on a new state, its second, … up to its end."""
     for n in count(first):
         state = make()
         with Interrupted(n) as interrupted:
@@ -133,7 +133,7 @@ def at_each_step(
 
 @pytest.mark.parametrize("in_holes", [False, True], ids=["a new segment", "holes"])
 def test_an_interrupted_reserve_takes_nothing(tmp_path: Path, in_holes: bool) -> None:
-    """What it had taken nobody knew of: lost until a restart."""
+    """Nobody knew of the space it had taken: it was lost until a restart."""
     names = count()
 
     def make() -> tuple[SsdTier, list[Slot | None]]:
@@ -157,7 +157,7 @@ def test_an_interrupted_reserve_takes_nothing(tmp_path: Path, in_holes: bool) ->
 
 
 def test_an_interrupted_erasing_of_what_is_free_takes_none_of_it(tmp_path: Path) -> None:
-    """What it had claimed nobody gave back: it was missing until a restart."""
+    """Nobody gave back the space it had claimed: it was missing until a restart."""
     names = count()
 
     def make() -> tuple[SsdTier, list[Slot | None]]:
@@ -179,8 +179,8 @@ def test_an_interrupted_erasing_of_what_is_free_takes_none_of_it(tmp_path: Path)
 
 
 def test_spans_that_are_let_go_of_step_by_step_are_noted_once_each() -> None:
-    """They had left the catalog, and nobody had been given them: their space was taken until a
-    restart. Noted before they left, they came a second time, and their space was freed twice."""
+    """They had left the catalog without being handed to anybody: their space was taken until a
+    restart. When noted first, they came a second time, and their space was freed twice."""
 
     def make() -> tuple[Catalog, list[SpanRecord]]:
         catalog = Catalog(1)
@@ -242,8 +242,8 @@ def test_an_interrupted_pin_or_unpin_leaves_no_pin(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["admit", "admit for others", "publish"])
 def test_an_interrupted_copy_takes_no_place(how: str) -> None:
-    """Nobody knew of its place in memory, or it could never be driven out, until a restart; or what
-    it would have driven out could not, which the heap took to be filed where it was not."""
+    """Until a restart nobody knew of its place in memory, or it could never be driven out; or what
+    it would have driven out could not be, as the heap thought it filed where it was not."""
 
     def make() -> tuple[ChunkCache, list[Ids]]:
         cache = ChunkCache(8 * 8192, {0: 4096, 1: 4096}, 1)
@@ -269,13 +269,13 @@ def test_an_interrupted_copy_takes_no_place(how: str) -> None:
         assert not cache.occupancy()
         assert cache.tier.usage().used == 0
 
-    at_each_step(make, act, check, first=how == "publish")  # at its first it has not begun
+    at_each_step(make, act, check, first=how == "publish")  # at step 0 it has not begun
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["copied", "what the caller wrote to"])
 def test_an_interrupted_climb_takes_no_place(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """Between taking places and filling them, and on the way into publishing them: nobody found
-    these chunks, and as they had a place they were not copied again."""
+    """It came between taking places and filling them, or on the way into publishing them: nobody
+    found these chunks, and as they had a place they were not copied again."""
 
     def copy(*_: Any) -> None:
         if fails:
@@ -311,7 +311,7 @@ def test_an_interrupted_abandoning_of_copies_can_be_repeated() -> None:
 
 
 def test_what_is_remembered_is_counted_wherever_ctrl_c_comes() -> None:
-    """A span's bytes counted though it was gone: two such, and nothing was learnt any more."""
+    """A span's bytes counted after it was gone: with two of these nothing was learnt any more."""
     window = 16
 
     def make() -> History:
@@ -344,7 +344,7 @@ def assert_nothing_is_lost(cache: ChunkCache) -> None:
 def test_what_an_interrupted_copy_would_drive_out_stays_in_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was out of the heap by then: no later copy could drive it out, and `clear` left it."""
+    """It was already out of the heap: no later copy could drive it out, and `clear` left it."""
     cache = full_cache()
     with monkeypatch.context() as patch:
         patch.setattr(MinHeap, "_settle", here(MinHeap._settle, 3))
@@ -369,7 +369,7 @@ DROPS: dict[str, Callable[[ChunkCache], object]] = {
 def test_what_is_dropped_is_freed_though_ctrl_c_comes_before(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """It was found no more, and its place stayed taken until a restart."""
+    """It was not found any more, but its place stayed taken until a restart."""
     cache = full_cache()
     with monkeypatch.context() as patch:
         patch.setattr(ChunkCache, "_free", here(ChunkCache._free))
@@ -390,8 +390,8 @@ def test_an_interrupted_drop_loses_no_place_and_frees_none_twice(how: str) -> No
 
 
 def here(real: Callable[..., Any], nth: int = 1) -> Callable[..., Any]:
-    """The same, but for the nth call on this thread, which is interrupted before it does
-    anything: no signal comes on another."""
+    """`real`, except that the nth call on this thread is interrupted before it does anything: no
+    signal comes on another thread."""
     left, thread = [1] * nth, threading.current_thread()
 
     def interrupted(*args: Any, **named: Any) -> Any:
@@ -408,7 +408,7 @@ def here(real: Callable[..., Any], nth: int = 1) -> Callable[..., Any]:
 def store(
     open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry
 ) -> impress.PrefixStore:
-    """Of one prompt, which a repack moves."""
+    """A store of one prompt, which a repack moves."""
     made = open_store(geometry, repack_every_s=0)
     put_prompt(made, TOKENS).wait(60)
     look(made, TOKENS)
@@ -426,7 +426,7 @@ def store(
 def test_an_interrupted_repack_can_be_repeated(
     store: impress.PrefixStore, where: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in its wait for the pace came out as a RuntimeError, or had the next repack and the
+    """Ctrl-C in the wait for the pace came out as a RuntimeError, or made the next repack and the
     close hang; elsewhere the copy or the span that it replaced kept its space until a restart."""
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
         patched.setattr(where, what, here(getattr(where, what)))
@@ -449,7 +449,7 @@ def test_an_interrupted_repack_can_be_repeated(
 def test_a_copy_that_comes_to_nothing_is_given_back_though_it_is_cut_off(
     store: impress.PrefixStore, where: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stayed among the copies under way for good, and as it counts in repack_space_bytes nothing
+    """The copy stayed among those under way for good; as it counts in repack_space_bytes, nothing
     was repacked any more."""
 
     def gone(*_args: Any) -> None:
@@ -466,8 +466,8 @@ def test_a_copy_that_comes_to_nothing_is_given_back_though_it_is_cut_off(
 
 
 def test_a_copy_that_is_given_back_step_by_step_is_freed_once(store: impress.PrefixStore) -> None:
-    """Cut off before anybody had it, its space was nobody's until a restart; cut off when it was
-    free, it was freed again: by then another store's, whose rows were erased."""
+    """If cut off before anybody had it, its space had no owner until a restart; if cut off once it
+    was free, it was freed again: by then another store's, whose rows were erased."""
     assert store._repacker is not None and store._home.reclaimer is not None
     home, reclaimer, drafts = store._home, store._home.reclaimer, store._repacker._drafts
     home.others.stop()  # nobody else settles
@@ -496,7 +496,7 @@ def test_a_copy_that_is_given_back_step_by_step_is_freed_once(store: impress.Pre
 def test_a_copy_that_the_committer_is_about_to_have_is_freed_once_or_is_its_own(
     store: impress.PrefixStore,
 ) -> None:
-    """Cut off between handing it over and its being taken."""
+    """The cut comes between handing the copy over and the committer's taking it."""
     scrapped = list[int]()
     drafts = Drafts(lambda left: scrapped.append(left.pop().span_id), lambda: False)
     (record,) = store.catalog.records()
@@ -514,7 +514,7 @@ def test_a_copy_that_the_committer_is_about_to_have_is_freed_once_or_is_its_own(
 
     at_each_step(make, lambda _state: drafts.give_back_rest(), check)
     jobs = make()[0]
-    assert next(jobs) is not None  # type: ignore[call-overload]  # the committer's
+    assert next(jobs) is not None  # type: ignore[call-overload]  # the committer takes it
     drafts.give_back_rest()
     assert not scrapped and drafts.records() == [record]
     drafts.over(record.span_id)
@@ -523,8 +523,8 @@ def test_a_copy_that_the_committer_is_about_to_have_is_freed_once_or_is_its_own(
 def test_no_write_of_a_repack_is_left_behind_wherever_ctrl_c_comes(
     store: impress.PrefixStore,
 ) -> None:
-    """Queued by a call that had not returned yet it ran when its space had been given back: into
-    what was another store's by then."""
+    """A write queued by a call that had not returned yet ran after its space had been given back:
+    into space that was another store's by then."""
     assert store._repacker is not None
     copier, pool = store._repacker._copier, store._pool
 
@@ -537,7 +537,7 @@ def test_no_write_of_a_repack_is_left_behind_wherever_ctrl_c_comes(
 
     def check(state: list[str]) -> None:
         so_far = [*state]
-        pool.submit(Lane.REPACK, [nothing]).wait(60)  # behind whatever is queued
+        pool.submit(Lane.REPACK, [nothing]).wait(60)  # after whatever is queued
         assert state == so_far
 
     at_each_step(make, act, check)
@@ -548,8 +548,8 @@ def test_a_copy_is_not_given_back_under_a_write_that_a_second_ctrl_c_left(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     """The first Ctrl-C waits for the write, the second leaves that wait: its space was freed, a
-    store became READY there, and then the old write landed in it. Kept for that, it was the next
-    pass's: a purge that none came before said all was gone, and rows stayed on the disk."""
+    store became READY there, and then the old write landed in it. If kept for that, only the next
+    pass gave it back: a purge before then said all was gone, and rows stayed on the disk."""
     assert store._repacker is not None
     begun, gate, write = threading.Event(), threading.Event(), store.ssd.write
     left, over, this = [1, 1], Ticket.over, threading.current_thread()
@@ -602,7 +602,7 @@ def test_who_looks_at_rest_leaves_nothing_taken_wherever_ctrl_c_comes(
     """A lock stayed taken for good, or for as long as the traceback lived: the committer hung."""
     reclaimer = store._home.reclaimer
     assert reclaimer is not None
-    kept: list[BaseException] = []  # as whoever handles it does
+    kept: list[BaseException] = []  # as one that handles it does
 
     def act(_: None) -> None:
         try:
@@ -621,7 +621,7 @@ def test_who_looks_at_rest_leaves_nothing_taken_wherever_ctrl_c_comes(
         looks.start()
         looks.join()
         assert free == [True]
-        reclaimer._lock = threading.RLock()  # that thread has it
+        reclaimer._lock = threading.RLock()  # that thread has the old one
 
     at_each_step(lambda: None, act, check)
 
@@ -629,8 +629,8 @@ def test_who_looks_at_rest_leaves_nothing_taken_wherever_ctrl_c_comes(
 def test_what_an_interrupted_settle_takes_out_of_limbo_is_freed_by_the_next(
     store: impress.PrefixStore,
 ) -> None:
-    """It stayed taken and nobody's until a restart, and as it counted as on its way out, nothing
-    was evicted any more: a full store refused all. Or a thread counted as at work for ever."""
+    """Its space had no owner until a restart, and as it counted as on its way out, nothing was
+    evicted any more: a full store refused everything. Or a thread counted as at work for ever."""
     store._home.others.stop()  # nobody else settles
     reclaimer = store._home.reclaimer
     assert reclaimer is not None
@@ -658,7 +658,7 @@ def test_what_an_interrupted_settle_takes_out_of_limbo_is_freed_by_the_next(
 
 
 def test_an_interrupted_trim_leaves_the_accounts_whole(tmp_path: Path) -> None:
-    """A segment was in one of them and not in the other: its number was never to be made again, and
+    """A segment was in one account and not in the other: its number could never be used again, and
     every store that wanted one more segment was refused until a restart."""
     names = count()
 
@@ -680,7 +680,7 @@ def test_an_interrupted_trim_leaves_the_accounts_whole(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_flush_does_not_stop_the_committer(store: impress.PrefixStore) -> None:
-    """What flush waits for the committer sets: its lock stayed taken, and the committer hung."""
+    """The committer sets what flush waits for: its lock stayed taken, and the committer hung."""
 
     def flush(_: None) -> None:
         store.flush(30)
@@ -691,8 +691,8 @@ def test_an_interrupted_flush_does_not_stop_the_committer(store: impress.PrefixS
 def test_a_session_that_is_cut_off_as_it_closes_leaves_nothing_taken_and_is_learnt_once(
     open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry
 ) -> None:
-    """With layers begun and not taken, and what climbs: a buffer stayed rented until the session
-    was collected, and a request was learnt twice."""
+    """Layers have been begun and not taken, and some chunks climb: a buffer stayed rented until the
+    session was collected, and a request was learnt twice."""
     store = open_store(geometry, dram_bytes=MIB, repack_every_s=0)
     put_prompt(store, TOKENS).wait(60)
 
@@ -713,7 +713,7 @@ def test_a_session_that_is_cut_off_as_it_closes_leaves_nothing_taken_and_is_lear
         state.session.close()
         state.lease.release()
         assert store._pool.idle(60)
-        next_one = store.buffers.acquire(PAGE)  # finds what nobody has any more
+        next_one = store.buffers.acquire(PAGE)  # finds memory that nobody has any more
         assert next_one is not None
         next_one.release()
         assert store.buffers.used_bytes == store._reading.waiting._held == 0
@@ -725,17 +725,17 @@ def test_a_session_that_is_cut_off_as_it_closes_leaves_nothing_taken_and_is_lear
 
 
 class Waiting(NamedTuple):
-    """A pool whose one thread is held, three tickets that wait for it, and a fourth of another."""
+    """A pool whose one thread is held; three tickets wait for it, and one of another request."""
 
     pool: IoPool
     gate: threading.Event
     tickets: list[Ticket]
-    over: list[int]  # which of them were told to be
+    over: list[int]  # those that were said to be over
 
 
 def test_what_waits_ends_wherever_ctrl_c_comes_as_a_caller_runs_it() -> None:
-    """Between taking tasks out of their queue and the end of the last all of them were lost, of
-    other requests too where the queue was being filled again: closes waited to their limit."""
+    """From taking tasks out of their queue to the end of the last, Ctrl-C lost all of them, and
+    those of other requests while the queue was being refilled: closes waited to their limit."""
 
     def make() -> Waiting:
         pool, gate, begun, over = IoPool(1), threading.Event(), threading.Event(), list[int]()
@@ -761,8 +761,8 @@ def test_what_waits_ends_wherever_ctrl_c_comes_as_a_caller_runs_it() -> None:
 
 @pytest.mark.parametrize("n_children", [1, 3, 9])
 def test_an_interrupted_removal_leaves_the_tree_whole(n_children: int) -> None:
-    """Half removed, a node could not be found and was counted all the same: a purge looked for it,
-    and an insertion took its row while another still pointed there."""
+    """A half-removed node could not be found but was still counted: a purge looked for it, and an
+    insertion took its row while another node still pointed there."""
 
     def make() -> RadixTree:
         tree = RadixTree(1)
@@ -783,9 +783,8 @@ def test_an_interrupted_removal_leaves_the_tree_whole(n_children: int) -> None:
 @pytest.mark.parametrize("cut", [True, False], ids=["a cut", "no cut"])
 @pytest.mark.parametrize("n_children", [0, 2, 4, 5])
 def test_an_interrupted_insertion_leaves_the_tree_whole(n_children: int, cut: bool) -> None:
-    """Half inserted, a node hung from nothing: taking it out again, which the committer does where
-    an error (no memory) came, searched for it without end, with the lock that every request takes.
-    """
+    """A half-inserted node hung from nothing: taking it out again, as the committer does after an
+    error (no memory), searched for it without end, holding the lock that every request takes."""
 
     def make() -> RadixTree:
         tree = RadixTree(1)
@@ -793,7 +792,7 @@ def test_an_interrupted_insertion_leaves_the_tree_whole(n_children: int, cut: bo
         tree.graft(root, b"stem", 99, 0)
         for child in range(n_children):
             tree.graft(root, b"stem" + bytes([child]), child, 0)
-        if not cut:  # a row that is free is taken again
+        if not cut:  # a free row is used again
             tree.graft(root, b"gone", 98, 0)
             tree.remove(tree.of_span(98)[0])
         return tree
@@ -813,8 +812,8 @@ def test_an_interrupted_insertion_leaves_the_tree_whole(n_children: int, cut: bo
 
 @pytest.mark.parametrize("how", ["remove", "graft", "end_at", "give"])
 def test_an_interrupted_change_of_a_node_is_accounted_for(how: str) -> None:
-    """Ctrl-C in an eviction, between a node and its account: what was no longer in the tree counted
-    as in it until a restart, and was never deleted."""
+    """In an eviction Ctrl-C came between a node and its account: what was no longer in the tree
+    counted as in it until a restart, and was never deleted."""
 
     def make() -> tuple[RadixTree, Views]:
         tree, views = RadixTree(1), Views(lambda span: 4)
@@ -849,8 +848,8 @@ def test_an_interrupted_change_of_a_node_is_accounted_for(how: str) -> None:
 def test_a_page_of_a_device_is_held_once_wherever_ctrl_c_comes(
     how: str, most_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was being made, moved or released was in no list any more: its memory was lost until
-    the process ended."""
+    """A page that was being made, moved or released was in no list any more: its memory was lost
+    until the process ended."""
     monkeypatch.setattr(ranges_cuda, "MOST_KEPT", most_kept * DEVICE_PAGE)
     size = 4 * DEVICE_PAGE
 

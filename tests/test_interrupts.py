@@ -1,6 +1,6 @@
 """Ctrl-C, and whatever else a signal raises, in the middle of a request: nothing stays taken.
 
-At which moment it comes is chosen here by having one call raise.
+The moment at which it comes is chosen here by having one call raise.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def taken(store: impress.PrefixStore) -> tuple[int, int, int]:
 def once(
     real: Callable[..., Any], n: int = 0, armed: Callable[[], bool] = lambda: True
 ) -> Callable[..., Any]:
-    """The same, but for call n while it is armed, which is interrupted before it does anything."""
+    """`real`, except that call n while it is armed is interrupted before it does anything."""
     calls: list[int] = []
 
     def interrupted(*args: Any, **named: Any) -> Any:
@@ -88,8 +88,8 @@ def once(
 def test_what_waits_for_a_session_to_end_goes_on_though_the_end_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The gate it waits at was replaced first, and then nobody opened it: what was held back for
-    copies up was held back until the store was closed, and nothing more was copied."""
+    """The gate that copies up wait at was replaced first, and then nobody opened it: the buffers
+    held for them stayed held until the store was closed, and nothing more was copied."""
     climbs, gone_on = Climbs(), list[int]()
     climbs._gate.then(lambda: gone_on.append(1))
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
@@ -102,8 +102,8 @@ def test_what_waits_for_a_session_to_end_goes_on_though_the_end_is_cut_off(
 def test_a_copy_from_the_callers_memory_is_known_as_soon_as_it_is_queued(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was noted when it was: a close said that nothing touched that memory any more, and virtual
-    buffers took its pages away under the copy. The process ended."""
+    """Noted only once it was queued, it was unknown to a close after Ctrl-C: that said that nothing
+    touched that memory, and virtual buffers took the copy's pages away. The process ended."""
     store._copies.clear()
     submit, queued = IoPool.submit, list[Ticket]()
 
@@ -133,7 +133,7 @@ def test_a_copy_from_the_callers_memory_is_known_as_soon_as_it_is_queued(
 def test_copies_that_were_dropped_while_they_were_read_are_freed_though_it_is_cut_off(
     n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their room was lost: nobody had them, and nobody could have it."""
+    """Their room was lost: nobody had the copies, and nobody could have the room."""
     cache = ChunkCache(4 * 2 * PAGE, {0: PAGE, 1: PAGE}, 1)
     windows = np.arange(4)
     cache.publish(cache.admit(7, 4, 0, windows)[1])
@@ -152,7 +152,7 @@ def test_copies_that_were_dropped_while_they_were_read_are_freed_though_it_is_cu
 def test_a_buffer_that_comes_back_as_it_is_cut_off_is_not_counted_for_ever(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of write buffers as much was gone until the store was closed."""
+    """That much of the write buffers was gone until the store was closed."""
     pool = BufferPool(4 * PAGE)
     buffer = pool.acquire(PAGE)
     assert buffer is not None
@@ -168,7 +168,7 @@ def test_a_buffer_that_comes_back_as_it_is_cut_off_is_not_counted_for_ever(
 @pytest.mark.parametrize(
     ("where", "what", "n"),
     [
-        *[(IoPool, "_queue", n) for n in range(2)],  # of reads: later ones are of what climbs
+        *[(IoPool, "_queue", n) for n in range(2)],  # of reads: later ones are for what climbs
         *[(loads, what, n) for what in ("rows_by_tier", "plan_reads") for n in range(2)],
         *[(loads.Load, "_unpin", n) for n in range(2)],
         *[(loads.Load, what, n) for what in ("brought", "_tensor") for n in range(3)],
@@ -179,7 +179,7 @@ def test_an_interrupted_request_leaves_nothing_taken(
     store: impress.PrefixStore, where: Any, what: str, n: int, policy: Policy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A read that was noted and never queued was waited for without end; what came between the
+    """A read that was noted and never queued was waited for without end; an interrupt between the
     end of a read and its session's note of it left buffers and pins taken for good."""
     store._copies.clear()
     before = taken(store)
@@ -198,7 +198,7 @@ def test_an_interrupted_request_leaves_nothing_taken(
     ("where", "what", "n", "policy"),
     [
         *[(IoPool, "_queue", n, Exact()) for n in range(2)],  # of what climbs
-        *[(loads.Load, "give_back", n, Exact()) for n in range(2)],  # chosen rows are theirs by now
+        *[(loads.Load, "give_back", n, Exact()) for n in range(2)],  # chosen rows went back earlier
         *[(Session, "_hand_over", 0, policy) for policy in (Exact(), Random(0.3))],
     ],
     ids=lambda of: getattr(of, "__name__", getattr(of, "name", str(of))),
@@ -207,8 +207,8 @@ def test_an_interrupted_close_leaves_nothing_taken(
     store: impress.PrefixStore, where: Any, what: str, n: int, policy: Policy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Nobody closes a session twice: what was not given back by then never was, and nothing
-    climbed that was behind it."""
+    """Nobody closes a session twice: what it had not given back by then never was, and nothing
+    queued after it climbed."""
     store._copies.clear()
     before = taken(store)
     closing: list[int] = []
@@ -228,7 +228,7 @@ def test_an_interrupted_close_leaves_nothing_taken(
 def test_layers_that_were_begun_and_not_taken_are_given_up_though_it_is_cut_off(
     store: impress.PrefixStore, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one was given up it was in no list any more, nor was it in one as it had just begun: its
+    """A layer being given up was no longer in any list, and one just begun was not yet in any: its
     copies in memory stayed pinned until a restart."""
     before, real = taken(store), getattr(loads.Load, what)
 
@@ -241,7 +241,7 @@ def test_layers_that_were_begun_and_not_taken_are_given_up_though_it_is_cut_off(
             if what == "__init__":
                 patched.setattr(loads.Load, what, behind)
             session.prefetch()
-            assert store._pool.idle(60)  # else their pins go by who ends them
+            assert store._pool.idle(60)  # else the thread that ends them unpins
             patched.setattr(loads.Load, what, once(real))
     assert taken(store) == before
     assert_serves(store, TOKENS, 256)
@@ -250,7 +250,7 @@ def test_layers_that_were_begun_and_not_taken_are_given_up_though_it_is_cut_off(
 def test_an_interrupted_close_of_an_engines_prefix_releases_its_leases(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it waited for reads: what they pinned could not be evicted until their time limit."""
+    """Cut off in a wait for reads: what they pinned could not be evicted until their time limit."""
     prefix = find_prefix(store, [np.append(TOKENS, 1).astype(np.int32)] * 2)
     assert prefix is not None
     prefix.open(Exact())
@@ -262,8 +262,8 @@ def test_an_interrupted_close_of_an_engines_prefix_releases_its_leases(
 
 
 def test_whatever_was_to_follow_a_ticket_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt in the first of several that were called left out the others, and in the
-    queueing of tasks that waited for a ticket they were neither run nor cancelled."""
+    """An interrupt in the first of several callbacks left out the others; one in the queueing of
+    tasks that waited for a ticket left them neither run nor cancelled."""
     pool, gate = IoPool(1), Ticket(1)
     late = [pool.submit(Lane.PROMOTE, [nothing], gate) for _ in range(3)]
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
@@ -276,7 +276,7 @@ def test_whatever_was_to_follow_a_ticket_does(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("done", [False, True], ids=["later", "at once"])
 def test_what_follows_a_ticket_is_called_again_where_a_signal_cut_it_off(done: bool) -> None:
-    """At its first step it has done nothing yet, and nobody else calls it."""
+    """Cut off at its first step it has done nothing yet, and nobody else calls it."""
     calls: list[int] = []
 
     def cut_off() -> None:
@@ -293,7 +293,7 @@ def test_what_follows_a_ticket_is_called_again_where_a_signal_cut_it_off(done: b
 
 
 class Struck:
-    """A lock at which a signal comes as it is taken for the first time."""
+    """A lock at which a signal comes when it is taken for the first time."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -312,8 +312,8 @@ class Struck:
 def test_a_signal_behind_the_taking_of_a_lock_does_not_leave_it_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Condition.__enter__ is Python: what a signal raised in it, the lock just taken, left every
-    I/O thread waiting in Buffer.release, and the store a miss for all until a restart."""
+    """Condition.__enter__ is Python code: an error raised in it by a signal, with the lock just
+    taken, left all I/O threads waiting in Buffer.release, and the store a miss until a restart."""
 
     def struck(condition: threading.Condition) -> bool:
         condition.acquire()
@@ -351,8 +351,8 @@ def test_an_interrupted_end_of_a_store_ends_it(
     store: impress.PrefixStore, where: Any, what: str, behind: bool, whole: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Nobody closes a writer twice: its space and what it hangs from stayed taken until a restart,
-    and whoever waited for the store waited for ever."""
+    """Nobody closes a writer twice: its space and the spans it hangs from stayed taken until a
+    restart, and whoever waited for the store waited for ever."""
     tokens, layers = np.concatenate([TOKENS, prompt(256, 2)]), store.geometry.n_layers
     keys, values = kv_of(tokens, store.geometry, 256)
     real, comes = getattr(where, what), [1]
@@ -401,7 +401,7 @@ def test_an_interrupted_put_leaves_no_slot_taken(
     with pytest.raises(KeyboardInterrupt), store.writer(tokens) as writer:
         with monkeypatch.context() as patched:
             patched.setattr(where, what, once(getattr(where, what)))
-            if what == "release":  # in the giving back of what another exception left
+            if what == "release":  # while giving back what another exception left
                 patched.setattr(Writer, "_pack", once(Writer._pack))
             writer.put(0, 0, keys[0], values[0])
     assert store._pool.idle(60)
@@ -411,7 +411,7 @@ def test_an_interrupted_put_leaves_no_slot_taken(
 
 
 class StruckBehind:
-    """A lock behind whose last release a signal comes; `n`: of these."""
+    """A lock with a signal after its release number `n` in the main thread, counted from 0."""
 
     def __init__(self, lock: Any, n: int = 0) -> None:
         self._lock = lock
@@ -459,16 +459,16 @@ def test_a_purge_that_is_interrupted_as_it_begins_refuses_no_later_store(
 
 
 def test_a_purge_of_a_tree_that_an_interrupt_tore_ends(store: impress.PrefixStore) -> None:
-    """What had left the tree, and was still counted as in it, was looked for again without end."""
+    """A span that had left the tree and was still counted in it was looked for without end."""
     put_prompt(store, prompt(128, 2), wait_s=60).wait(60)
     tree = store.catalog._tree
-    tree.remove(int(tree.leaves()[0]))  # behind which it came
+    tree.remove(int(tree.leaves()[0]))  # the interrupt came right after this
     with pytest.raises(impress.StoreFailed, match="the tree is torn: open the store again"):
         store.purge()
 
 
 class InterruptedList(list[Any]):
-    """A signal comes behind what is appended."""
+    """A list with a signal after each append."""
 
     def append(self, one: Any) -> None:
         super().append(one)
@@ -484,7 +484,7 @@ class InterruptedList(list[Any]):
 def test_what_an_interrupted_eviction_took_out_goes_with_the_next(
     store: impress.PrefixStore, where: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was in no tree, and nobody told the committer: it kept its space until a restart."""
+    """The span was in no tree, and nobody told the committer: it kept its space until a restart."""
     (record,) = store.catalog.records()
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
         patched.setattr(where, what, once(getattr(where, what)))
@@ -500,8 +500,8 @@ def test_what_an_interrupted_eviction_took_out_goes_with_the_next(
 def test_room_that_an_eviction_made_is_taken_without_another_wait(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was missing was asked for once more, behind a lock that may be held for seconds: Ctrl-C
-    there lost the space that it had, until a restart."""
+    """After an eviction it asked again how much was missing, under a lock that may be held for
+    seconds: Ctrl-C there lost the space it already had, until a restart."""
     store = open_store(geometry, dram_bytes=0, disk_bytes=4 * MIB, disk_high=1.0, disk_low=1.0)
     seeds = iter(range(100))
     while not store.stats()["evicted_spans"]:
@@ -523,8 +523,8 @@ def test_room_that_an_eviction_made_is_taken_without_another_wait(
 def test_an_open_that_is_interrupted_lets_go_of_its_shard(
     geometry: impress.Geometry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stayed locked by nobody: the next open in this process began an empty shard beside it, and
-    no other process could write to it before this one ended."""
+    """The shard stayed locked by nobody: the next open in this process began an empty shard beside
+    it, and no other process could write to it before this one ended."""
     config = impress.Config(**SMALL, shard=0)
     impress.PrefixStore.open(tmp_path / "s", geometry, "test", config).close()
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
@@ -566,7 +566,7 @@ def test_an_interrupted_lease_pins_nothing(
 def test_an_interrupt_behind_any_step_of_a_lease_pins_nothing(
     store: impress.PrefixStore, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a signal comes behind the release of a lock: what is done under it is done by then."""
+    """A signal comes after the release of a lock: what is done under the lock is done by then."""
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
         patched.setattr(store.catalog, "lock", StruckBehind(store.catalog.lock, n))
         with store.lease(TOKENS):
@@ -580,7 +580,7 @@ def test_an_interrupt_behind_any_step_of_a_lease_pins_nothing(
 def test_an_interrupt_as_a_buffer_is_rented_leaves_the_budget_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was counted before anybody had it: of write buffers so much was gone until a restart."""
+    """It was counted before anybody had it: so much of write buffers was gone until a restart."""
     pool = BufferPool(MIB)
     for where, what in ((BufferPool, "_trim"), (Buffer, "__init__")):
         with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
@@ -595,7 +595,7 @@ def test_an_interrupt_as_a_buffer_is_rented_leaves_the_budget_whole(
 def test_an_interrupt_behind_what_may_wait_to_climb_holds_none_of_it_back(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request's bytes stayed counted; when 256 MiB were, nothing climbed until a restart."""
+    """A request's bytes stayed counted; once 256 MiB were, nothing climbed until a restart."""
     store._copies.clear()
     before, waiting = taken(store), store._reading.waiting
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
@@ -614,7 +614,7 @@ def test_an_interrupt_behind_what_may_wait_to_climb_holds_none_of_it_back(
 def test_a_close_that_was_interrupted_can_be_repeated(
     store: impress.PrefixStore, where: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for a slow disk, so Ctrl-C comes there; closing again then did nothing: the shard
+    """A close waits for a slow disk, so Ctrl-C comes there; closing again did nothing: the shard
     stayed locked until the process ended, and an open beside it began an empty one."""
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
         patched.setattr(where, what, once(getattr(where, what)))
@@ -630,8 +630,8 @@ def test_a_close_that_was_interrupted_can_be_repeated(
 def test_a_close_that_was_cut_off_closes_no_number_twice(
     store: impress.PrefixStore, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A signal comes as the call that closes a file returns. Closed again, its number was nobody's,
-    and the shard stayed locked for good; or it was another file of the process by then."""
+    """A signal comes as the call that closes a file returns. Closed again, its number belonged to
+    nobody, and the shard stayed locked for good, or by then to another file of the process."""
     shard, real = store._home._shard, os.close
     assert shard is not None
     files = [shard._fd] if what == "the lock" else [f.fd for f in store.ssd._files._files.values()]
@@ -660,7 +660,7 @@ def test_a_close_that_was_cut_off_closes_no_number_twice(
 def test_a_close_that_was_cut_off_leaves_the_next_stores_lock_alone(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number was free again, and the file the same: two processes had the shard for writing."""
+    """The next store's lock had the same number and file: two processes could write the shard."""
     shard, real = store._home._shard, os.close
     assert shard is not None
     lock, armed = shard._fd, [1]
@@ -686,8 +686,8 @@ def test_a_close_that_was_cut_off_leaves_the_next_stores_lock_alone(
 def test_an_open_that_is_interrupted_lets_go_of_its_index(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LMDB opens a file once a process: as long as anybody kept the traceback (an interpreter keeps
-    the last one), every further open was refused."""
+    """LMDB opens a file once per process: as long as anybody kept the traceback (an interpreter
+    keeps the last one), every further open was refused."""
     store.close()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as kept:
         patched.setattr(env, "give_to_owner", once(env.give_to_owner))
@@ -700,7 +700,7 @@ def test_an_open_that_is_interrupted_lets_go_of_its_index(
 def test_an_open_that_fails_on_the_way_lets_go_of_its_index(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """Where LMDB had no room for one more reader it stayed open until the process ended."""
+    """Where LMDB had no room for one more reader, the index stayed open until the process ended."""
     store.close()
     before = dict(env.envs)
 
@@ -716,7 +716,7 @@ def test_an_open_that_fails_on_the_way_lets_go_of_its_index(
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room for the keys was there, none for the values: a MiB went with every session."""
+    """There was room for the keys and none for the values: a MiB was lost with every session."""
     reading, rent, rented = store._reading, Reading.rent, list[int]()
 
     def short(reading: Reading, n_bytes: int) -> Any:
@@ -733,7 +733,7 @@ def test_a_guess_that_finds_no_memory_gives_back_what_it_had(
 
 
 def test_advice_that_a_kernel_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large buffers ask for huge pages; where there are none every read of 2 MiB failed."""
+    """Large buffers ask for huge pages; where there are none, every read of 2 MiB failed."""
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
     assert len(aligned(3 * MIB)) >= 3 * MIB and len(aligned(2 * MIB + PAGE)) >= 2 * MIB + PAGE
     assert DramTier(4 * MIB).reserve(MIB) is not None
@@ -743,9 +743,9 @@ def test_advice_that_a_kernel_refuses_is_no_error(monkeypatch: pytest.MonkeyPatc
 def test_space_on_its_way_back_that_is_cut_off_comes_back_later(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
-    """It counted as free and never was, so that nothing more was evicted, and every later store was
-    refused, until a restart."""
-    # By nobody but who is interrupted: no thread follows.
+    """The space counted as free and never was, so nothing more was evicted, and every later store
+    was refused, until a restart."""
+    # Only the interrupted call gives it back: no thread follows.
     limits = {"disk_bytes": 8 * MIB, "disk_high": 1, "disk_low": 1, "dram_bytes": 0}
     store = open_store(geometry, follow_every_s=0, **limits)
     for seed in (1, 2, 3):

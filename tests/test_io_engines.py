@@ -1,4 +1,4 @@
-"""Every way of reading segment files: one contract, and what is the kernel queues' own."""
+"""Every way of reading segment files: one contract, and tests of the kernel queues alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class EngineContract(SsdContract):
         assert failed.value.reason == "short"
 
     def test_a_segment_made_anew_is_not_read_from_the_one_before(self, tier: SsdTier) -> None:
-        """Its name is the same: an engine with files of its own must not go on with the old."""
+        """Its name is the same: an engine that opens files itself must not go on with the old."""
         for seed in (1, 2):
             slot, data = tier.reserve(2 * PAGE), noise(2 * PAGE, seed)
             tier.write(slot, 0, data)
@@ -112,7 +112,7 @@ class TestKvikio(EngineContract):
 
 
 def completed(queue: ReadQueue, batches: Iterable[list[Run]], file: SegmentFile) -> list[bool]:
-    """Read them all: which are there, as given back: in order, every one."""
+    """Read all batches; whether each run came. Every run is given back, in order."""
     kept = [*batches]
     found = [*queue.read(kept, lambda _: file)]
     assert [id(run) for run, _ in found] == [id(run) for runs in kept for run in runs]
@@ -171,7 +171,7 @@ def test_a_queue_left_early_has_nothing_under_way(engine: str, tmp_path: Path) -
 def test_a_queue_without_memory_for_what_has_ended_does_not_wait_for_it_again(
     engine: str, tmp_path: Path
 ) -> None:
-    """The kernel had told, and tells once: with aio the I/O thread waited for it for ever."""
+    """The kernel had reported it, and does so once: with aio the I/O thread waited for ever."""
     if why_not(engine):
         pytest.skip(f"{engine}: {why_not(engine)}")
     path, out, failed = tmp_path / "file", aligned(64 * PAGE), list[object]()
@@ -205,8 +205,8 @@ def test_a_queue_without_memory_for_what_has_ended_does_not_wait_for_it_again(
 def test_what_a_ring_was_not_sent_for_want_of_memory_does_not_go_with_the_next_batch(
     n_taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stayed in the ring, and the next batch's first requests went in its place: the I/O thread
-    waited for its last ones for ever. What was sent is waited for."""
+    """The unsent requests stayed in the ring, and the next batch's first ones went in their place:
+    the I/O thread waited for ever for that batch's last ones. What was sent is waited for."""
     data, out, there = noise(64 * PAGE), aligned(64 * PAGE), list[list[bool]]()
     path = tmp_path / "file"
     path.write_bytes(data.tobytes())
@@ -240,7 +240,7 @@ def test_what_a_ring_was_not_sent_for_want_of_memory_does_not_go_with_the_next_b
 
 
 class _Kernel(KernelQueue):
-    """Takes at most so many requests at a time, and ends them all when it is waited for."""
+    """Takes at most `takes` requests at a time, and ends them all when it is waited for."""
 
     name = "kernel"
 
@@ -274,7 +274,7 @@ class _Kernel(KernelQueue):
 
 @pytest.mark.parametrize("pages", [1, 64])
 def test_a_queue_is_sent_more_before_it_gives_back_what_came(pages: int, tmp_path: Path) -> None:
-    """What is verified while nothing is under way is waited for twice. Within bounds: a medium
+    """Pieces verified while nothing is under way are waited for twice. Within bounds, as a medium
     shares what it gives among all it was sent."""
     queue, out = _Kernel(takes=DEPTH), aligned(pages * PAGE)
     runs = [Run(0, 0, [out], len(out), []) for _ in range(700)]
@@ -299,8 +299,8 @@ def test_what_the_kernel_does_not_take_is_told_and_the_rest_goes_on(tmp_path: Pa
 def test_a_queue_that_does_not_close_holds_up_nothing_else(
     with_threads: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the end of Python 3.12.0 to 3.12.2, which starts no threads, what one raised left the
-    store's close too: the other queues were not closed, and the shard not unlocked."""
+    """At the end of Python 3.12.0 to 3.12.2, where no threads start, an error from one queue came
+    out of the store's close too: other queues were not closed, nor was the shard unlocked."""
 
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -321,7 +321,7 @@ def test_a_queue_that_does_not_close_holds_up_nothing_else(
 
 
 class _Kvikio(types.ModuleType):
-    """The library's face, as of 26.10, over plain files: there is no GPU to run the real one on.
+    """The library's interface, as of 26.10, over plain files: no GPU is here to run the real one.
 
     Its third read is refused, its fifth fails under way.
     """
@@ -386,9 +386,9 @@ def test_what_kvikio_refuses_or_fails_is_told_and_the_rest_is_waited_for(
 def test_kvikios_proof_of_itself_runs_no_file_of_where_it_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python looks there first, before what is installed."""
+    """Python looks in the current directory first, before what is installed."""
     (tmp_path / "kvikio.py").write_text("open('was-run', 'w').close()\n")
-    monkeypatch.syspath_prepend(tmp_path)  # here it counts as installed
+    monkeypatch.syspath_prepend(tmp_path)  # in this process it counts as installed
     monkeypatch.setattr(cufile, "no_device", lambda: "")
     monkeypatch.chdir(tmp_path)
     cufile.why_not()
@@ -413,7 +413,7 @@ def test_auto_takes_an_engine_that_goes() -> None:
 def test_a_read_that_the_kernel_brings_in_parts_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: int
 ) -> None:
-    """It may give less than was asked; what is left may begin in the middle of a view."""
+    """The kernel may give less than was asked; the rest may begin in the middle of a view."""
     tier = SsdTier(tmp_path / "segments", MIB, None, engine="preadv")
     slot, data = tier.reserve(8 * PAGE), noise(8 * PAGE)
     tier.write(slot, 0, data)
@@ -440,7 +440,7 @@ def test_a_read_that_the_kernel_brings_in_parts_is_whole(
 def test_a_request_the_kernel_refuses_is_read_again_with_preadv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A queue that refuses every other run: what it did not bring is fetched the plain way."""
+    """A queue that refuses every other run: what it did not bring is read the plain way."""
     if why_not("aio"):
         pytest.skip(f"aio: {why_not('aio')}")
     tier = SsdTier(tmp_path / "segments", 4 * MIB, None, engine="aio")

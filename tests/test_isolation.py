@@ -49,7 +49,7 @@ def put_for(store: impress.PrefixStore, tokens: np.ndarray, tenant: str) -> None
 
 
 def rows_of(tokens: np.ndarray, geometry: impress.Geometry) -> bytes:
-    """The first rows of its keys, as they lie on the medium."""
+    """The first rows of these tokens' keys, as they lie on the medium."""
     return kv_of(tokens, geometry)[0][0].transpose(1, 0, 2)[:5].tobytes()
 
 
@@ -160,7 +160,7 @@ def test_what_a_lease_holds_is_erased_when_it_ends(
 def test_an_erasure_that_fails_is_said(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It once ended the committer's batch: what else was to be reclaimed stayed taken."""
+    """It once ended the committer's batch: any other space to be reclaimed stayed taken."""
     store = open_store(geometry, dram_bytes=0)
     for seed in (1, 2):
         put_prompt(store, prompt(128, seed))
@@ -198,7 +198,7 @@ def test_a_purge_that_the_index_did_not_take_is_not_done_yet(
     if then == "purge":
         assert store.purge() == (1, 0) and store.counters["purged_spans"] == 1
     elif then == "flush":
-        with pytest.raises(impress.StoreFailed, match="No space"):  # what failed since the last
+        with pytest.raises(impress.StoreFailed, match="No space"):  # an earlier failure
             store.flush()
     if then != "close":
         assert store.ssd.usage().used == 0
@@ -228,7 +228,7 @@ def test_a_purge_by_command_that_the_index_did_not_take_is_one_line(
 def test_a_purge_does_not_fail_with_a_store_that_waited_with_it(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One transaction was to hold both; the store's sync fails, and the purge went with it."""
+    """One transaction was to hold both; the store's sync failed, and the purge failed with it."""
     store, hers = open_store(geometry, dram_bytes=0), prompt(256, 1)
     put_for(store, hers, "alice")
     store.flush()
@@ -239,7 +239,7 @@ def test_a_purge_does_not_fail_with_a_store_that_waited_with_it(
     def fails_once_let_go(self: SsdTier, slots: Iterable[Slot]) -> None:
         slots = list(slots)
         if going_on.is_set() and not any(record.meta in slot.parts for slot in slots):
-            raise MediumError("ssd: no")  # but for what is erased
+            raise MediumError("ssd: no")  # except for what is erased
         begun.set()
         assert going_on.wait(60)
         sync(self, slots)
@@ -278,7 +278,7 @@ def test_everything_is_private(open_store: Open, geometry: impress.Geometry) -> 
 def test_a_forked_child_is_refused_in_one_line(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Its threads stayed behind: a read would wait for ever, a commit corrupt the index."""
+    """Its threads stayed in the parent: a read would wait for ever, a commit corrupt the index."""
     store = open_store(geometry)
     put_prompt(store, prompt(128))
     store.flush()
@@ -306,8 +306,8 @@ def test_a_forked_child_is_refused_in_one_line(
 def test_what_waits_for_a_thread_is_refused_in_a_child_at_once(
     open_store: Open, geometry: impress.Geometry, call: str
 ) -> None:
-    """It waited for one that had stayed behind: 150 seconds; `follow` for its lock, for ever.
-    What looks into the store or its caches waited for a lock taken at the fork, if one was."""
+    """It waited 150 seconds for one left in the parent; `follow` waited for its lock, for ever.
+    What looks into the store or its caches waited for a lock that was taken at the fork."""
     store = open_store(geometry)
     put_prompt(store, prompt(128))
     store.flush()
@@ -322,7 +322,7 @@ def test_what_waits_for_a_thread_is_refused_in_a_child_at_once(
 def test_an_eviction_in_a_child_waits_for_no_lock_that_came_along_taken(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Whatever thread held one at the fork had stayed behind: one in ten hung under load."""
+    """The thread that held it at the fork had stayed in the parent: one in ten hung under load."""
     store = open_store(geometry)
     put_prompt(store, prompt(128))
     store.flush()
@@ -333,7 +333,7 @@ def test_an_eviction_in_a_child_waits_for_no_lock_that_came_along_taken(
 def test_what_was_open_at_a_fork_is_not_opened_in_the_child(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """It was given LMDB's environment of its parent, which LMDB forbids, and waited for ever where
+    """The child was given its parent's LMDB environment, which LMDB forbids, and waited for ever if
     another thread was opening one at the fork; a refusal told it to open again."""
     store = open_store(geometry, follow_every_s=0)
     put_prompt(store, prompt(128)).wait(60)
@@ -343,7 +343,7 @@ def test_what_was_open_at_a_fork_is_not_opened_in_the_child(
     assert said.endswith(
         "/index: opened before a fork: close it before forking, or start this process by spawn"
     )
-    # For writing, too: it took the next shard, and nothing of the first was a hit there.
+    # For writing, too: the child took the next shard, where nothing in the first was a hit.
     assert "opened before a fork" in said_by_a_child(lambda: open_store(geometry))
     assert not [*store.path.glob("shards/1/*/*")]
     assert_serves(store, prompt(128), 128)
@@ -370,7 +370,7 @@ def test_a_fork_is_noticed_behind_a_link_and_not_in_another_store_in_the_same_fo
 
 
 def test_a_closed_store_evicts_nothing(open_store: Open, geometry: impress.Geometry) -> None:
-    """Spans left its tree in vain, and only then it said that it is closed."""
+    """Spans left its tree in vain, and only then did it say that it was closed."""
     store = open_store(geometry)
     put_prompt(store, prompt(128)).wait(60)
     store.close()
@@ -382,7 +382,7 @@ def test_a_closed_store_evicts_nothing(open_store: Open, geometry: impress.Geome
 def test_rows_stay_what_they_are_on_both_sides_of_a_fork(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Buffers once were not mapped in a child, which then unmapped what lay at their address."""
+    """Buffers were once not mapped in a child, which then unmapped what lay at their addresses."""
     store = open_store(geometry)
     for seed in range(4):
         put_prompt(store, prompt(128, seed))
@@ -428,8 +428,8 @@ atexit.register(lambda: (tier.close(), print("closed")))
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_closed_only_when_the_process_ends_closes(tmp_path: Path, engine: str) -> None:
-    """Engines do: by then an executor takes no work any more, and aiofiles closed its files by one:
-    a traceback for every thread that had read."""
+    """Engines are: by then an executor takes no more work, and aiofiles closed its files by one,
+    which ended in a traceback for every thread that had read."""
     if why_not(engine):
         pytest.skip(f"{engine}: {why_not(engine)}")
     command = [sys.executable, "-c", _CLOSED_LAST, str(tmp_path / "segments"), engine]
@@ -438,7 +438,7 @@ def test_what_is_closed_only_when_the_process_ends_closes(tmp_path: Path, engine
 
 
 def test_an_open_that_fails_leaves_no_thread_in_the_shard(tmp_path: Path) -> None:
-    """Its lock was gone, its committer and follower were not: two writers in one shard."""
+    """Its lock was released, its committer and follower ran on: two writers in one shard."""
     geometry = impress.Geometry(2, 4, 4, 64, "float32")
     before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as taken:

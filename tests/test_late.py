@@ -1,4 +1,4 @@
-"""Reads that are late: when the limit begins, who waits for what hangs. Most on a clock of ours."""
+"""Late reads: when the limit begins, and who waits for one that hangs. Mostly on our own clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ N = 128
 
 
 class SlowDisk:
-    """Every read stands still until this thread waits for one; `hangs`: for good, and waiting for
+    """Every read is held until this thread waits for one; with `hangs`, for good, and waiting for
     it takes all the time that the caller gives it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, store: impress.PrefixStore) -> None:
@@ -72,7 +72,7 @@ class SlowDisk:
 
 @pytest.fixture
 def store(open_store: Open) -> impress.PrefixStore:
-    """With two prompts, and one I/O thread."""
+    """A store of two prompts, with one I/O thread."""
     made = open_store(DEEP, io_threads=1, read_timeout_s=LIMIT_S)
     for seed in (0, 1):
         put_prompt(made, prompt(N, seed)).wait(60)
@@ -94,7 +94,7 @@ def memory() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_a_layer_has_the_whole_limit_once_the_one_before_it_is_in(
     store: impress.PrefixStore, disk: SlowDisk
 ) -> None:
-    """It began for all of them at once: what a slow disk took longer for in all was lost."""
+    """It began for all layers at once: if all together took a slow disk longer, they were lost."""
     keys, _ = kv_of(prompt(N), DEEP)
     with store.lease(prompt(N)) as lease, lease.session() as session:
         session.prefetch()
@@ -105,13 +105,13 @@ def test_a_layer_has_the_whole_limit_once_the_one_before_it_is_in(
         disk.hangs, before_s = True, disk.now_s
         with pytest.raises(impress.PrefixLost, match="took more than"):
             session.retrieve(DEEP.n_layers - 1, None)
-        assert disk.now_s - before_s == LIMIT_S  # and a disk that hangs from then on one more
+        assert disk.now_s - before_s == LIMIT_S  # if the disk hangs from then on, one limit more
 
 
 def test_who_lost_a_late_read_does_not_wait_for_it_once_more(
     store: impress.PrefixStore, disk: SlowDisk
 ) -> None:
-    """Its close gave the same reads another full limit."""
+    """The session's close gave the same reads another full limit."""
     with store.lease(prompt(N)) as lease:
         disk.hangs = True
         session = lease.session()
@@ -125,7 +125,7 @@ def test_who_lost_a_late_read_does_not_wait_for_it_once_more(
 def test_the_prompts_of_a_batch_wait_for_a_disk_that_hangs_together(
     store: impress.PrefixStore, disk: SlowDisk
 ) -> None:
-    """Each one's reads were given a limit of their own, one after the other."""
+    """Each prompt's reads were given a limit of their own, one after the other."""
     prefix = find_prefix(store, [np.append(prompt(N, seed), 1).astype(np.int32) for seed in (0, 1)])
     assert prefix is not None
     disk.hangs = True
@@ -140,8 +140,8 @@ def test_the_prompts_of_a_batch_wait_for_a_disk_that_hangs_together(
 def test_what_a_layer_is_chosen_by_has_the_whole_limit_once_the_one_before_it_is_in(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records of all layers are begun at once, and the last ones' were late by a clock that had
-    begun with the first. A disk that gives what is waited for, in 0.6 of the limit each."""
+    """Records of all layers are begun at once, and those of the last layers were late by a clock
+    that began with the first. The disk gives what is waited for, in 0.6 of the limit each."""
     store = open_store(
         DEEP, probes=("int4-v1",), io_threads=8, dram_bytes=0, read_timeout_s=LIMIT_S
     )
@@ -184,8 +184,8 @@ def test_what_a_layer_is_chosen_by_has_the_whole_limit_once_the_one_before_it_is
 def test_what_a_layer_took_ends_with_its_reads(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended when the engine came for it: with all layers begun at once the last one's load took
-    as long as the forward. On a clock of ours."""
+    """It ended when the engine came for the layer: with all layers begun at once, the last one's
+    load took as long as the forward. On our own clock."""
     store = open_store(geometry, io_threads=1)
     put_prompt(store, prompt(128)).wait(60)
     now_s, read, n_reads = [1000.0], store.ssd.read, list[int]()
@@ -211,13 +211,13 @@ def test_what_a_layer_took_ends_with_its_reads(
     assert load["count"] == 2 and load["sum_ms"] == pytest.approx(50 * len(n_reads))
 
 
-# ---- on the clock of all -------------------------------------------------------------------------
+# ---- on the real clock ---------------------------------------------------------------------------
 
 
 def test_a_read_that_came_too_late_still_keeps_the_callers_memory(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layer that was given up was not asked: close said that nothing reads into it any more."""
+    """Close did not ask the layer given up: it said that nothing reads into it any more."""
     store = open_store(geometry, io_threads=2)
     put_prompt(store, prompt(128)).wait(60)
     going_on, read = threading.Event(), SsdTier.read
@@ -263,7 +263,7 @@ def test_a_read_that_was_given_up_is_followed_by_nobody(
         session.prefetch()
         assert begun.wait(60)
         with pytest.raises(impress.PrefixLost, match="took more than"):
-            for layer in range(geometry.n_layers):  # which one hangs the threads settle
+            for layer in range(geometry.n_layers):  # which one hangs is up to the threads
                 session.retrieve(layer, None)
     assert_serves(store, prompt(128), 128)
     going_on.set()
@@ -272,7 +272,7 @@ def test_a_read_that_was_given_up_is_followed_by_nobody(
 def test_a_shadow_that_is_late_is_no_lost_request(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """It reads behind everything: beside a bulk store its losses were counted as requests'."""
+    """It reads after everything else: beside a bulk store its losses were counted as requests'."""
     store = open_store(geometry, io_threads=1, dram_bytes=0)
     put_prompt(store, prompt(128)).wait(60)
     chosen = Selection(np.arange(32), 0.1, 0.1, fell_back=False, reason="ungated")
@@ -292,7 +292,7 @@ def test_a_shadow_that_is_late_is_no_lost_request(
 def test_a_shadow_whose_header_is_late_is_no_lost_request(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was read before requests, and an ordinary late read came out as a traceback in the log."""
+    """It was read ahead of requests, and an ordinary late read came out as a logged traceback."""
     store = open_store(geometry, dram_bytes=0)
     put_prompt(store, prompt(128)).wait(60)
     asked = Seen(torch.zeros(4, 1, 128), 1.0, torch.zeros(4, 1))

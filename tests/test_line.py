@@ -21,7 +21,7 @@ def go() -> Iterator[threading.Event]:
 
 
 def held_up(go: threading.Event, done: list[int], limit: int = 2) -> Line[int]:
-    """One whose thread has taken the job 0 and waits in it."""
+    """A line whose thread has taken the job 0 and waits in it."""
     begun = threading.Event()
 
     def work(job: int) -> None:
@@ -78,7 +78,7 @@ def test_who_waits_for_a_line_that_is_closed_meanwhile_does_not_wait_for_ever() 
 def test_a_line_that_gets_no_thread_has_nothing_to_wait_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Closing, with nothing offered, raised that no more threads can be started."""
+    """Closing it, with nothing offered, raised an error that no more threads can be started."""
 
     def refuse(thread: threading.Thread) -> None:
         raise MediumError("no more threads")
@@ -96,7 +96,7 @@ def test_a_line_that_gets_no_thread_has_nothing_to_wait_for(
 
 @of_fire
 def test_signals_leave_a_line_that_works() -> None:
-    """queue.Queue: a signal just behind the taking of its lock left that taken; the thread, the
+    """With queue.Queue, a signal just after its lock was taken left the lock taken; the thread, the
     next request and flush then hung."""
     done: list[int] = []
     line, numbers = Line("test-line", done.append, 1 << 30), count()
@@ -114,8 +114,8 @@ def test_signals_leave_a_line_that_works() -> None:
 
 @of_fire
 def test_signals_at_the_start_of_a_line_leave_one_thread() -> None:
-    """Thread.start waits in Python: cut off there, a second thread was started beside the first, or
-    one hung before it began; and closing waited for ever."""
+    """Thread.start waits in Python code: cut off there, it left a second thread started beside the
+    first, or one that hung before it began; and closing waited for ever."""
     left: list[tuple[Line[threading.Thread], list[threading.Thread]]] = []
 
     def act() -> None:
@@ -138,7 +138,7 @@ def test_signals_at_the_start_of_a_line_leave_one_thread() -> None:
 
 
 def test_who_waits_takes_no_room(go: threading.Event) -> None:
-    """Two threads in flush, and no watch of the guard found room."""
+    """With two threads in flush, no watch of the guard found room."""
     done: list[int] = []
     line = held_up(go, done)
     waiting = [threading.Thread(target=line.drain) for _ in range(2)]

@@ -17,7 +17,7 @@ ROOT = bytes(32)
 
 
 def run(*blocks: int, more: int = 0) -> list[int]:
-    """Whole blocks of one number each, and `more` tokens."""
+    """Whole blocks that each repeat one number, then `more` other tokens."""
     return [number for number in blocks for _ in range(SIZE)] + [99] * more
 
 
@@ -89,8 +89,8 @@ def test_a_hit_among_the_free_blocks_is_no_room_for_the_rest() -> None:
 
 
 def test_a_block_is_no_hit_while_its_prefix_is_gone_and_stays_beside_its_duplicate() -> None:
-    """The order of the free blocks never does this to a prefix; whatever does, no lookup goes past
-    the hole, and what is computed anew is a second block of the same hash."""
+    """The order of the free blocks never does this to a prefix. Whatever does, no lookup goes past
+    the hole, and what is computed again becomes a second block of the same hash."""
     pool = BlockPool(5, SIZE, ROOT)
     pool.allocate("a", run(1, 2, more=1))
     pool.free("a")
@@ -145,7 +145,7 @@ def test_extra_keys_tell_images_apart() -> None:
 
 
 def test_a_begun_block_that_is_filled_keeps_its_extra_keys() -> None:
-    """Filled by `append` it was found by whoever had the same tokens and another image there."""
+    """A block filled by `append` was found by requests with the same tokens and another image."""
     pool = BlockPool(8, 16, ROOT)
     one, other = {20: b"cat", 3: b"cat"}, {20: b"dog", 3: b"cat"}
     pool.allocate("a", [1] * 22, one)
@@ -154,14 +154,14 @@ def test_a_begun_block_that_is_filled_keeps_its_extra_keys() -> None:
     assert pool.computed([1] * 33, one) == [0, 1]
     assert pool.computed([1] * 33, other) == [0]
     assert pool.computed([1] * 33, {3: b"cat"}) == [0]
-    pool.append("a", [1] * 16)  # the extras were the block's before
+    pool.append("a", [1] * 16)  # the extras belong to the block before
     assert pool.computed([1] * 49, one) == [0, 1, 2]
     pool.check()
 
 
 def test_a_prompt_is_what_it_was_when_it_came() -> None:
-    """Its array was looked at again by `append`: with other tokens there by then, the block was
-    found by whoever asked for those, and held none of them."""
+    """`append` looked at the prompt's array again: if other tokens were in it by then, the block
+    was found by requests for those, though it held none of them."""
     pool = BlockPool(4, SIZE, ROOT)
     prompt = np.array(run(1, more=2), dtype=np.int32)
     pool.allocate("a", prompt)
@@ -172,7 +172,7 @@ def test_a_prompt_is_what_it_was_when_it_came() -> None:
 
 
 class Reference:
-    """The same by lists: a queue whose front goes first, and the tokens of every prefix."""
+    """The same with lists: a queue whose front goes first, and the tokens of every prefix."""
 
     def __init__(self, n_blocks: int) -> None:
         self.queue = list(range(n_blocks))
@@ -260,7 +260,7 @@ def test_the_pool_does_what_a_queue_and_a_list_of_prefixes_do(done: list) -> Non
 
 
 def serve(pool: HashPool[int], tokens: list[int], name: int) -> int:
-    """One request from begin to end, its blocks named; how many were there."""
+    """Run one whole request, whose new blocks hold `name`; how many blocks were there already."""
     keys = keys_of(tokens)
     got = pool.acquire(keys)
     pool.release(keys, got + [name] * (len(keys) - len(got)), len(got))
@@ -354,7 +354,7 @@ def test_the_hash_pool_does_what_a_sorted_list_would(
 
 
 def test_a_pool_of_blocks_says_what_it_was_asked_for_in_vain() -> None:
-    """A request freed twice was a bare KeyError; one that had blocks an assertion."""
+    """Freeing a request twice was a bare KeyError; allocating twice, an assertion."""
     pool = BlockPool(4, SIZE, ROOT)
     pool.allocate("a", run(1))
     with pytest.raises(BadInput, match="'a' has blocks already"):
@@ -368,7 +368,7 @@ def test_a_pool_of_blocks_says_what_it_was_asked_for_in_vain() -> None:
 
 
 def test_blocks_released_twice_are_refused_and_stay_as_they_were() -> None:
-    """What others still held counted as nobody's, or its count fell below 0 and it never went."""
+    """Blocks others still held counted as nobody's, or a count fell below 0 and it never went."""
     pool, keys = HashPool[int](4), keys_of(run(1, 2))
     pool.release(keys, [1, 2], 0)
     assert pool.acquire(keys) == [1, 2]

@@ -1,4 +1,4 @@
-"""The lookup model's commands: who goes on from what stands in --work, and what is refused."""
+"""The lookup model's commands: which runs go on from the state in --work, and what is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_state_of_another_run_is_refused(
     tmp_path: Path, other: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was trained on, and exported under the name of what was asked for."""
+    """It used to be trained further, and exported under the name that was asked for."""
     work, out = tmp_path / "work", tmp_path / "out"
     given = ["--work", str(work), "--out", str(out), "--steps", "0", "--layers", "2"]
     Run(arguments([*given, "agreeing"])).save()
@@ -51,7 +51,7 @@ def test_a_state_of_another_run_is_refused(
 def test_what_cannot_be_evaluated_is_one_line(
     monkeypatch: pytest.MonkeyPatch, args: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder that is not there was asked for on the network, and each was a traceback."""
+    """A missing folder was looked for on the network, and each of these ended in a traceback."""
     monkeypatch.chdir(Path(lookup.__file__).parent)
     assert evaluate.main(args) == 2
     err = capsys.readouterr().err
@@ -67,7 +67,7 @@ def test_questions_have_room_behind_the_longest_document(
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """It was a traceback."""
+    """It ended in a traceback."""
     assert main(["agreeing", "--work", "/proc/nope"]) == 2
     err = capsys.readouterr().err
     assert "/proc/nope" in err and err.startswith("error: ") and err.count("\n") == 1
@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(capsys: pytest.CaptureFixture[
 def test_help_tells_the_command_and_every_option(
     command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It said evaluate.py, which is no command here, and nothing of most options."""
+    """It said evaluate.py, which is not a command here, and nothing about most options."""
     with pytest.raises(SystemExit):
         command(["--help"])
     usage, options = capsys.readouterr().out.split("options:")

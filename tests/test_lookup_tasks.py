@@ -1,4 +1,4 @@
-"""The lookup tasks: what a document says is what its questions' answers follow from."""
+"""The lookup tasks: the answers to a document's questions follow from what it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What experiments measure with fails: a line that says so."""
+"""A program that experiments measure with fails: a line says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from experiments.common import Unable
 def test_a_fio_that_ends_without_a_word_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Any, said: str
 ) -> None:
-    """Ended by a signal it was an IndexError."""
+    """A fio ended by a signal was an IndexError."""
 
     def run(*_args: Any, **_named: Any) -> Any:
         if isinstance(ends, Exception):
@@ -40,7 +40,7 @@ def test_a_fio_that_ends_without_a_word_is_a_line(
 def test_a_reading_process_that_dies_or_hangs_is_a_line(
     monkeypatch: pytest.MonkeyPatch, program: str, said: str
 ) -> None:
-    """It was what json says of nothing."""
+    """The error was json's, about empty input."""
     monkeypatch.setattr(load, "_LEFT_S", 0.1 if said == "within" else 60.0)
     reader = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

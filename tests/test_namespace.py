@@ -127,8 +127,8 @@ def test_what_decides_the_keys_is_seen(saved, changes):
 
 
 def test_null_is_not_what_is_absent(saved):
-    """Nulls were left out: beside a default that is not null (YaRN's `truncate`) two models with
-    other angles shared a name, and answered from each other's rows."""
+    """Nulls were left out: where the default is not null (YaRN's `truncate`) two models with other
+    angles shared a name, and answered from each other's rows."""
     names = set()
     for more in ({}, {"truncate": None}):
         yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, **more}
@@ -147,7 +147,7 @@ def test_any_tensor_s_change_is_seen(saved):
 
 
 def one_token(model):
-    """As an adapter that trains single tokens leaves them when it is merged."""
+    """As a merged adapter that trains single tokens leaves them."""
     model.model.embed_tokens.weight[550] += 1
 
 
@@ -169,8 +169,8 @@ def one_value(model):
 
 @pytest.mark.parametrize("change", [one_token, rows_inside, last_value, one_value])
 def test_what_differs_far_from_a_tensor_s_head_is_another_model(tmp_path, change):
-    """A page in every MiB was looked at: a model with an ablated head, or a few edited rows, kept
-    the name of the one it was, and answered from its rows."""
+    """Only a page in every MiB was looked at: a model with an ablated head, or a few edited rows,
+    kept its former name, and answered from the rows of the model it had been."""
     base, other = tmp_path / "base", tmp_path / "other"
     tiny(intermediate_size=10_000, vocab_size=20_000).save_pretrained(base)
     model = load(base)
@@ -203,8 +203,8 @@ def test_a_sharded_directory_is_read_through_its_index(tmp_path):
 
 @pytest.mark.parametrize("shards", ["bin", "safetensors"])
 def test_a_single_file_beside_indexed_shards_is_seen(tmp_path, shards):
-    """Transformers takes model.safetensors before an index of either kind: a model that was saved
-    over downloaded shards kept their name, and got hits of what they had stored."""
+    """Transformers takes model.safetensors before an index of either kind: a model saved over
+    downloaded shards kept their name, and got hits on what they had stored."""
     path = tmp_path / "model"
     tiny().save_pretrained(path, max_shard_size="100KB")
     if shards == "bin":
@@ -223,7 +223,7 @@ def test_a_single_file_beside_indexed_shards_is_seen(tmp_path, shards):
 
 
 def test_a_single_torch_file_beside_indexed_ones_is_seen(tmp_path):
-    """Both engines take it before, or over, what the index names."""
+    """Both engines take it before, or over, the files that the index names."""
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
     (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "a.bin"}}')
     (tmp_path / "a.bin").write_bytes(b"a" * 1000)
@@ -235,14 +235,14 @@ def test_a_single_torch_file_beside_indexed_ones_is_seen(tmp_path):
 
 
 def test_a_setting_of_a_quantization_counts_whatever_it_is_called(tmp_path):
-    """A model's own `dtype` is beside its config; a quantization's was left out with it."""
+    """A model's own `dtype` is kept beside its config; a quantization's was left out with it."""
     safetensors.torch.save_file({"a": torch.arange(40.0)}, tmp_path / "model.safetensors")
     digests = set()
     for given in ({"dtype": "nvfp4"}, {"dtype": "mxfp4"}, {"dtype": "mxfp4", "scale": None}):
         config = {"model_type": "llama", "dtype": "float32", "quantization_config": given}
         (tmp_path / "config.json").write_text(json.dumps(config))
         digests.add(namespace_of(tmp_path))
-    assert len(digests) == 3  # null is not what a key that is not there is, whatever its default
+    assert len(digests) == 3  # null is not the same as a missing key, whatever its default
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_setting_of_a_quantization_counts_whatever_it_is_called(tmp_path):
     ids=["one file", "shards", "both", "shards of torch.save", "torch.save", "no index"],
 )
 def test_a_directory_keeps_its_name(tmp_path, files, name):
-    """Stores go by it: another name for the same weights would lose all that they hold."""
+    """Stores go by the name: another one for the same weights would lose all that they hold."""
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
     for file, what in files.items():
         if file.endswith(".json"):
@@ -279,8 +279,8 @@ def test_a_directory_keeps_its_name(tmp_path, files, name):
 
 
 def test_an_old_checkpoint_that_saved_its_angles_is_the_model_it_makes(saved):
-    """Transformers passes them by and has its own: the model in memory had a name of its own, and
-    `explain --model` found nothing of what it had stored."""
+    """Transformers ignores them and makes its own: the model in memory had another name, and
+    `explain --model` found nothing that it had stored."""
     file = saved / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
@@ -289,8 +289,8 @@ def test_an_old_checkpoint_that_saved_its_angles_is_the_model_it_makes(saved):
 
 
 def test_an_adapter_in_the_same_folder_does_not_stand_for_the_models_weights(tmp_path):
-    """Transformers loads pytorch_model.bin there, and nothing of that was in the name: what was
-    trained on found the KV of what it had been."""
+    """Transformers loads pytorch_model.bin there, and nothing of it was in the name: a model that
+    was trained further found the KV of the model it had been."""
     path = tmp_path / "model"
     tiny().config.save_pretrained(path)
     safetensors.torch.save_file({"a": torch.ones(4)}, path / "adapter_model.safetensors")
@@ -335,7 +335,7 @@ def test_cross_engine_leaves_the_engine_out(saved):
 
 
 def test_a_foreign_module_without_tensors_is_another_model_quantized_or_not(saved):
-    """Of a quantized one no class was looked at: those of its layers its settings tell of."""
+    """No class of a quantized model was looked at, as its settings tell those of its layers."""
     foreign = type("Mine", (torch.nn.Tanh,), {"__module__": "else.where"})
     layer = type("Linear4bit", (torch.nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
     for settings in (None, {"quant_method": "bitsandbytes", "load_in_4bit": True}):
@@ -356,13 +356,13 @@ def test_a_foreign_module_without_tensors_is_another_model_quantized_or_not(save
         kept, model.model.layers[0].mlp.act_fn = model.model.layers[0].mlp.act_fn, foreign()
         assert namespace_of(model) != plain
         model.model.layers[0].mlp.act_fn = kept
-        # One with tensors, too: it was taken for a quantizer's, whosever it was.
+        # A module with tensors, too: it was taken for a quantizer's, whoever's it was.
         model.model.norm.__class__ = type("Norm", (type(model.model.norm),), {"__module__": "mine"})
         assert namespace_of(model) != plain
 
 
 def test_a_model_may_lie_in_a_folder_of_any_name(saved, tmp_path):
-    """Of one that is not UTF-8 there was a traceback."""
+    """A name that is not UTF-8 gave a traceback."""
     other = Path(os.fsdecode(bytes(tmp_path) + b"/mod\xffel"))
     shutil.copytree(saved, other)
     assert namespace_of(other) == namespace_of(saved)
@@ -370,7 +370,7 @@ def test_a_model_may_lie_in_a_folder_of_any_name(saved, tmp_path):
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "index"])
 def test_thousands_of_brackets_are_no_model(saved, file):
-    """RecursionError is no ValueError: there was a traceback."""
+    """RecursionError is not a ValueError: there was a traceback."""
     deep = b"[" * 100_000
     if file == "model.safetensors":
         (saved / file).write_bytes(struct.pack("<Q", len(deep)) + deep)
@@ -402,7 +402,7 @@ def test_what_is_no_model_directory_is_bad_input_naming_it(saved, broken):
 
 @pytest.mark.parametrize("what", [5, None, b"x", [], "\ud800", "a\0b"], ids=repr)
 def test_what_is_neither_path_nor_model_is_bad_input(what):
-    """It was an AttributeError of whatever came in, or a ValueError of the system's."""
+    """It raised an AttributeError about whatever came in, or the system's ValueError."""
     with pytest.raises(
         BadInput, match=r"^namespace: (want a model's directory or|.* is no path: )"
     ):
@@ -430,8 +430,8 @@ def test_the_weights_digest_is_cached_privately_until_a_file_changes(saved, cach
 
 
 def test_files_of_an_image_are_read_anew(saved, cache_dir, monkeypatch):
-    """There times are what its maker said: another model in the place of one of the same sizes had
-    the digest of that."""
+    """In an image, times are what its maker set: a model in the place of one with the same sizes
+    had the old one's digest."""
     stat_of, fields = Path.stat, ("st_mode", "st_size", "st_mtime_ns", "st_ctime_ns")
 
     def of_an_image(path, **named):
@@ -473,8 +473,8 @@ def test_a_cache_that_cannot_be_written_is_harmless(saved, tmp_path, monkeypatch
 def test_a_digest_is_cached_though_the_last_time_it_could_not_be(
     saved, cache_dir, monkeypatch, left_by
 ):
-    """In a container a process has the same number at each start: what one of them had left half
-    written was in the way of all that came, and each read all of the weights."""
+    """In a container a process has the same number at each start: a file that one left half written
+    was in the way of all that followed, and each of them read all of the weights."""
     cache_dir.mkdir(parents=True)
 
     def full(*_args, **_options):
@@ -493,7 +493,7 @@ def test_a_digest_is_cached_though_the_last_time_it_could_not_be(
 
 
 def test_a_user_without_a_home_has_no_cache_and_the_same_namespace(saved, monkeypatch):
-    """A container's user, unknown to the system: a RuntimeError, and no server on the model."""
+    """A container's user unknown to the system got a RuntimeError, and no server on the model."""
     true = namespace_of(saved)
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -607,10 +607,10 @@ def test_the_directory_may_be_gone_or_hold_another_model(saved):
 
 
 def test_a_directory_whose_config_has_become_wrong_does_not_name_the_model(saved):
-    """Transformers' own class of error for it came out of `namespace_of`, and so of attach."""
+    """Transformers' own class of error came out of `namespace_of`, and so out of attach."""
     model = load(saved)
     true = namespace_of(model)
-    edit_config(saved, layer_types=["full_attention"])  # of two layers
+    edit_config(saved, layer_types=["full_attention"])  # the model has two
     wrong = namespace_of(model)
     assert wrong != true
     shutil.rmtree(saved)
@@ -621,8 +621,8 @@ def test_a_directory_whose_config_has_become_wrong_does_not_name_the_model(saved
 def test_files_replaced_while_they_are_read_do_not_name_the_model_of_before(
     saved, monkeypatch, left
 ):
-    """A download that came between comparing and naming: what the old weights then stored was hits
-    of the new ones."""
+    """A download came between comparing and naming: what the old weights then stored was hit by the
+    new ones."""
     model, compare = load(saved), namespace._is_of
 
     def replaced_behind(*given):
@@ -636,7 +636,7 @@ def test_files_replaced_while_they_are_read_do_not_name_the_model_of_before(
     monkeypatch.setattr(namespace, "_is_of", replaced_behind)
     found = namespace_of(model)
     monkeypatch.undo()
-    assert found == namespace_of(model)  # by its tensors: the files are others'
+    assert found == namespace_of(model)  # by its tensors: the files are another model's
     if left == "others":
         assert found != namespace_of(saved)
 
@@ -658,7 +658,7 @@ def its_angles(model):
 @pytest.mark.parametrize("compiled", [the_model, a_block, its_angles])
 @pytest.mark.parametrize("rounded", [False, True], ids=["plain", "rounded angles"])
 def test_a_compiled_model_is_the_one_that_was_compiled(saved, compiled, rounded):
-    """torch's wrapper stands in its tensors' names: it found nothing of what the other stored."""
+    """torch's wrapper is in its tensors' names: it found nothing that the plain model stored."""
     for make in (tiny, lambda: load(saved)):
         model = make()
         if rounded:
@@ -674,7 +674,7 @@ class Kind(str, enum.Enum):  # noqa: UP042  # as PEFT's are
 
 @dataclass
 class AdapterConfig:
-    """As PEFT has one of FourierFT; `norms` stands for what holds settings of its own."""
+    """Like PEFT's one for FourierFT; `norms` stands for a field with settings of its own."""
 
     peft_type: str = Kind.FOURIERFT
     task_type: str | None = None
@@ -697,7 +697,7 @@ class Norms:
 
 
 def adapted(**changes):
-    """A model with a layer of PEFT's; of all of them every tensor is the same."""
+    """A model with a layer of PEFT's; whatever the changes, every tensor is the same."""
     model = tiny()
     body = {"__module__": "peft.tuners.fourierft.layer"}
     kind = type("FourierFTLinear", (torch.nn.Linear,), body)
@@ -714,8 +714,8 @@ def adapted(**changes):
     ],
 )
 def test_adapters_that_differ_in_their_settings_alone_are_two_models(change):
-    """Where a FourierFT adapter's frequencies lie comes of a seed, and that is in no tensor: two of
-    them found each other's prefixes."""
+    """Where a FourierFT adapter's frequencies lie comes from a seed, which is in no tensor: two
+    such adapters found each other's prefixes."""
     assert namespace_of(adapted(**change)) != namespace_of(adapted())
 
 
@@ -744,7 +744,7 @@ def test_a_model_that_torch_quantised_is_refused_by_the_name_of_what_holds_it():
 
 
 class Scaled(torch.Tensor):
-    """As torchao's quantised weights: no values of its own."""
+    """Like torchao's quantised weights: a tensor with no values of its own."""
 
     @staticmethod
     def __new__(cls, inner):

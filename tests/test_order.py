@@ -25,7 +25,7 @@ Open = Callable[..., impress.PrefixStore]
 
 
 def scores_of(n_layers: int, n: int, seed: int = 0) -> np.ndarray:
-    """Importance with ties, another in every layer."""
+    """Importance with ties, different in every layer."""
     return np.random.default_rng(seed).integers(0, 40, (n_layers, n)).astype(np.float32)
 
 
@@ -134,7 +134,7 @@ def test_prefixes_that_share_part_of_a_packed_span_are_served(
 def test_a_session_may_begin_behind_windows_its_caller_has(
     open_store: Open, geometry: impress.Geometry, packed: bool
 ) -> None:
-    """Across a split, in packed spans and plain ones; from home and from DRAM."""
+    """Across a split, in packed spans and plain ones, from home and from DRAM."""
     store = open_store(geometry, window=16)
     a = prompt(256)
     b = np.concatenate([a[:112], prompt(144, seed=3)])
@@ -209,7 +209,7 @@ def test_equal_importance_keeps_position_order_and_costs_nothing(
 
 
 def unpacked_and_packed(store: impress.PrefixStore) -> None:
-    """The same prompt twice: by a tenant in position order, else as `fill` packs it."""
+    """Store one prompt twice: for a tenant in position order, without one as `fill` packs it."""
     keys, values = kv(store.geometry)
     scores = np.random.default_rng(0).random((2, N_TOKENS), dtype=np.float32)
     with store.writer(prompt(N_TOKENS), tenant="plain") as writer:
@@ -242,7 +242,7 @@ def test_every_policy_chooses_and_brings_the_same_rows_from_packed_spans(
 
 
 def test_rows_that_matter_lie_together(open_store: Open) -> None:
-    """What the whole thing is for: fewer bytes for the rows importance names."""
+    """The purpose of it all: fewer bytes for the rows that importance names."""
     store = open_store(SHAPES["mha"], dram_bytes=0, read_gap_bytes=0)
     unpacked_and_packed(store)
     policy = StaticH2O(keep=0.2)
@@ -298,7 +298,7 @@ def test_a_damaged_row_order_is_a_loss(open_store: Open, geometry: impress.Geome
 
 
 def test_map_work_is_in_every_line(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On clocks of ours: at each look the wall's has gone two ticks, the processor's one."""
+    """On fake clocks: each reading moves the wall clock by two ticks, the processor's by one."""
     monkeypatch.setattr("impress.stats.monotonic", itertools.count(0, 2 / 1024).__next__)
     monkeypatch.setattr("impress.stats.thread_time", itertools.count(0, 1 / 1024).__next__)
     store = open_store(SHAPES["mha"], probes=("heads3-v1",))

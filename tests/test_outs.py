@@ -24,7 +24,7 @@ N = 256
 
 
 def rows(geometry: impress.Geometry) -> torch.Tensor:
-    """A plane's memory, token-major: it is read straight into."""
+    """Memory for a plane, token-major, so that it is read into directly."""
     heads, dim = geometry.n_kv_heads, geometry.head_dim
     memory = torch.frombuffer(aligned(N * heads * dim * 4), dtype=torch.float32)
     return memory[: N * heads * dim].view(N, heads, dim).transpose(0, 1)
@@ -47,7 +47,7 @@ def store(open_store: Open, geometry: impress.Geometry) -> impress.PrefixStore:
 
 
 class Gate:
-    """Once it is shut, reads of the SSD stand still until it is opened."""
+    """Once shut, it holds reads of the SSD until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, store: impress.PrefixStore) -> None:
         self.opened, self.begun, self.shut = threading.Event(), threading.Event(), False
@@ -72,7 +72,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, store: impress.PrefixStore) -> Iterato
 def test_layers_are_begun_when_asked_for_and_their_memory_given_back(
     store: impress.PrefixStore, geometry: impress.Geometry
 ) -> None:
-    """For whoever copies a layer at once: no more than two layers' memory is taken at any time."""
+    """For a caller that copies each layer at once: never more than two layers' memory is taken."""
     n_bytes = N * geometry.token_bytes // geometry.n_layers
     with store.lease(prompt(N)) as lease, lease.session() as session:
         session.prefetch(layers=[0])
@@ -110,8 +110,8 @@ def test_a_session_that_was_closed_reads_nothing_ahead(
 def test_a_request_that_finds_no_memory_to_plan_with_is_a_miss(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Only what threads of their own read was: an engine handles a lost prefix, and nothing else,
-    so that a request ended by a MemoryError instead of computing."""
+    """Only a shortage in a reading thread was a miss: an engine handles a lost prefix and nothing
+    else, so that a request ended with a MemoryError instead of computing."""
 
     def lacking(*_args: object, **_named: object) -> None:
         raise MemoryError
@@ -128,10 +128,10 @@ def test_a_request_that_finds_no_memory_to_plan_with_is_a_miss(
 def test_memory_given_when_reads_are_under_way_has_the_rows(
     store: impress.PrefixStore, geometry: impress.Geometry
 ) -> None:
-    """It was left as it was, without a word: who looked there computed on whatever it held."""
+    """It was left unchanged without a word: a caller that looked there computed on what it held."""
     with store.lease(prompt(N)) as lease, lease.session() as session:
         session.prefetch()
-        for outs in (pairs(geometry), pairs(geometry)):  # the last one's is where they go
+        for outs in (pairs(geometry), pairs(geometry)):  # rows go to the last ones
             session.prefetch(outs)
         for layer in range(geometry.n_layers):
             session.retrieve(layer, None)
@@ -141,11 +141,11 @@ def test_memory_given_when_reads_are_under_way_has_the_rows(
 def test_layers_that_share_memory_are_refused(
     store: impress.PrefixStore, geometry: impress.Geometry
 ) -> None:
-    """Each was read into it and verified; the layer retrieved first could be the one read last.
-    And so could keys be values."""
+    """Each layer was read into it and verified; what was retrieved as the first could be the one
+    read last. In the same way keys could be values."""
     one, other, third = (rows(geometry) for _ in range(3))
     shape = geometry.n_kv_heads, N, geometry.head_dim
-    k, v = torch.empty(shape), torch.empty(shape)  # copied to when it is retrieved
+    k, v = torch.empty(shape), torch.empty(shape)  # copied into on retrieval
     said = "two tensors of outs share memory"
     with store.lease(prompt(N)) as lease, lease.session() as session:
         for pair in ((one, other), (one, one), (k, k)):
@@ -155,7 +155,7 @@ def test_layers_that_share_memory_are_refused(
             with pytest.raises(impress.BadInput, match=said):
                 session.retrieve(0, None, out=(same, same))
         session.retrieve(0, None, out=(one, other))
-        session.retrieve(1, None, out=(one, other))  # what stood there was looked at
+        session.retrieve(1, None, out=(one, other))  # what was there before has been looked at
         assert_in((one, other), 1, geometry)
         session.prefetch([(k, v)] * geometry.n_layers)
         session.close()
@@ -171,9 +171,9 @@ def test_layers_that_share_memory_are_refused(
 def test_memory_that_a_layer_is_on_its_way_to_is_given_for_nothing_else(
     store: impress.PrefixStore, geometry: impress.Geometry
 ) -> None:
-    """Keys and values changed round, or a row further on, were overwritten by each other and
+    """Keys and values that were swapped, or given a row further on, overwrote each other and were
     returned without a word; a second prefetch wrote where another layer was being read and
-    verified, and that one's span was dropped as bad."""
+    verified, and that layer's span was dropped as bad."""
     heads, dim = geometry.n_kv_heads, geometry.head_dim
     memory = torch.frombuffer(aligned((N + 1) * heads * dim * 4), dtype=torch.float32)
     longer = memory[: (N + 1) * heads * dim].view(N + 1, heads, dim).transpose(0, 1)
@@ -189,7 +189,7 @@ def test_memory_that_a_layer_is_on_its_way_to_is_given_for_nothing_else(
         for other in others[:2]:
             with pytest.raises(impress.BadInput, match="is being read to"):
                 session.prefetch(other)
-        session.prefetch(outs)  # its own, again
+        session.prefetch(outs)  # the same memory again
         for layer in range(geometry.n_layers):
             session.retrieve(layer, None, out=outs[layer])
             assert_in(outs[layer], layer, geometry)
@@ -211,7 +211,7 @@ def test_tensors_without_memory_are_refused(
 def test_two_views_of_one_tensor_may_lie_side_by_side(
     store: impress.PrefixStore, geometry: impress.Geometry, *, apart: bool
 ) -> None:
-    """One shifted against the other was copied over it: keys came back as values."""
+    """A view shifted against the other was copied over it: keys came back as values."""
     heads, dim = geometry.n_kv_heads, geometry.head_dim
     if apart:  # token by token, as engines keep them
         both = torch.empty(N, 2, heads, dim)
@@ -231,7 +231,7 @@ def test_two_views_of_one_tensor_may_lie_side_by_side(
 def test_another_view_of_memory_that_was_read_into_has_its_own_order(
     store: impress.PrefixStore, geometry: impress.Geometry
 ) -> None:
-    """It begins at the same byte, and so was taken for the one that was read into."""
+    """It begins at the same byte, and so was taken for the view that was read into."""
     heads, dim = geometry.n_kv_heads, geometry.head_dim
     outs = pairs(geometry)
     with store.lease(prompt(N)) as lease, lease.session() as session:
@@ -247,8 +247,8 @@ def test_memory_that_a_lost_layer_may_still_be_read_into_is_not_read_into_again(
     store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate,
     lost_by: type[BaseException], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The late bytes came when another layer's were there, verified, and looked at: after a time
-    limit, and after a signal, which does not stop a read that is under way either. Nor are rows
+    """The late bytes came when another layer's were there, verified and looked at. This was so
+    after a time limit and after a signal, which does not stop a read under way either. Nor are rows
     copied there that had been on their way to a buffer."""
     out = pairs(geometry)[0]
 
@@ -279,7 +279,7 @@ def test_memory_that_a_lost_layer_may_still_be_read_into_is_not_read_into_again(
 def test_closed_again_a_session_still_says_that_a_read_is_stuck(
     store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate
 ) -> None:
-    """The with-block's own close took the answer; the caller's next one said all was over."""
+    """The with-block's own close took the answer; the caller's next close said all was over."""
     with store.lease(prompt(N)) as lease:
         gate.shut = True
         with read_limit(store, 0.05):
@@ -302,8 +302,8 @@ def test_what_a_read_failed_with_is_said_once_and_not_by_close(
     store: impress.PrefixStore, geometry: impress.Geometry, error: Exception,
     said: type[Exception], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Each close raised it again, before whoever closed had released the lease. And where Python
-    had no memory to read with the request failed, where it could have been computed."""
+    """Each close raised it again, before its caller had released the lease. And where Python had no
+    memory to read with, the request failed although it could have been computed."""
     first, read = threading.Lock(), store.ssd.read
 
     def failing(reads: list, *then: object) -> None:
@@ -329,8 +329,8 @@ def test_a_signal_while_reads_are_queued_leaves_their_memory_to_them(
     store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate, direct: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Ctrl-C, caught by a notebook, came between queueing and noting: the reads went on in memory
-    that the next request was given."""
+    """Ctrl-C, caught by a notebook, came between queueing reads and noting them: they went on in
+    memory that the next request was given."""
     submit = store._pool.submit
 
     def interrupted(lane: Lane, *args: object, **more: object) -> None:

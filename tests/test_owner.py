@@ -1,4 +1,4 @@
-"""Who owns a store's files when root was there, where links in it may lead, and what is kept where
+"""Who owns a store's files once root was there, where links in it may lead, and what is kept where
 readers are not known."""
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from impress.errors import StoreFailed
 
 Open = Callable[..., impress.PrefixStore]
 SERVICE = 65534
-UNKNOWN = 54321  # a container's
+UNKNOWN = 54321  # a container's user, say
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 
 
 def given_away(path: Path, uid: int = SERVICE) -> None:
-    """The store becomes the service's, as if that had made it."""
+    """Give the store to the service, as if that had made it."""
     for each in (path, *path.rglob("*")):
         os.chown(each, uid, uid, follow_symlinks=False)
 
 
 def strangers(path: Path) -> list[str]:
-    """What of a store its service could not open."""
+    """Paths of a store that its service could not open."""
     found = [path, *path.rglob("*")]
     return [str(p) for p in found if (p.stat().st_uid, p.stat().st_gid) != (SERVICE, SERVICE)]
 
@@ -53,7 +53,7 @@ def service_may(*command: str) -> bool:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that the service gets to, too: pytest's are for whoever runs it alone."""
+    """A folder that the service can reach, too: pytest's are only for the user who runs it."""
     with TemporaryDirectory(prefix="impress-owner-") as made:
         Path(made).chmod(0o755)
         if not service_may("ls", made):
@@ -95,8 +95,8 @@ def test_what_root_makes_in_a_store_is_its_owners(place: Path, command: list[str
 def test_root_writes_through_no_link_of_the_stores_owner(
     place: Path, name: str, command: list[str]
 ) -> None:
-    """Whoever owned a store had root empty or overwrite any file by an `impress inspect`: a link to
-    it lay in the place of a lock or a table of readers, or of a segment for a purge."""
+    """A store's owner could have root empty or overwrite any file in an `impress inspect`, by a
+    link to it in the place of a lock or a table of readers, or of a segment for a purge."""
     store = two_prompts(place / "store")
     planted = store / "shards/main" / name
     victim = place / "victim"
@@ -116,7 +116,7 @@ def test_root_writes_through_no_link_of_the_stores_owner(
 @root_only
 @pytest.mark.parametrize("uid", [SERVICE, UNKNOWN])
 def test_root_becomes_the_stores_owner_for_good(place: Path, uid: int) -> None:
-    """Where root made the folder and gave it away its group is root's still: not that one."""
+    """Where root made the folder and gave it away, its group is still root's: do not take that."""
     os.chown(place, uid, 0)
     try:
         known = pwd.getpwuid(uid)
@@ -138,8 +138,8 @@ def test_root_becomes_the_stores_owner_for_good(place: Path, uid: int) -> None:
 
 @root_only
 def test_in_whose_name_root_works(place: Path) -> None:
-    """A store that is not there yet is made for whoever has the folder; in a folder of root's where
-    others write, what lies there tells whose store it is, and a link does not hide it."""
+    """A store that is not there yet is made for the folder's owner; in a folder of root's where
+    others write, the files there tell whose store it is, and a link does not hide that."""
     (mine := place / "mine").mkdir()
     (theirs := place / "theirs").mkdir()
     os.chown(theirs, SERVICE, SERVICE)
@@ -161,7 +161,7 @@ def test_in_whose_name_root_works(place: Path) -> None:
 
 @root_only
 def test_what_a_command_writes_elsewhere_is_the_owners_too(place: Path) -> None:
-    """So is what it reads: where that user may not, it says in whose name it asked."""
+    """It reads as the owner, too: where that user may not, it says in whose name it asked."""
     store = two_prompts(place / "store")
     given_away(store)
     (theirs := place / "theirs").mkdir()
@@ -176,7 +176,7 @@ def test_what_a_command_writes_elsewhere_is_the_owners_too(place: Path) -> None:
     prompt_file.chmod(0o600)
     done = run("inspect", "--store", store, "--prefix", prompt_file)
     assert_refused(done, "Permission denied", "whose the store is")
-    prompt_file.chmod(0o644)  # from here on another's to read
+    prompt_file.chmod(0o644)  # from here on others may read it
     for given, said in ((prompt_file, None), ("-", "[1, 2, 3]")):
         done = run("inspect", "--store", store, "--prefix", given, input=said)
         assert done.returncode == 0, done.stderr
@@ -201,7 +201,7 @@ def test_a_root_that_may_become_nobody_else_is_refused_in_one_line(
 def test_a_link_in_the_place_of_a_file_that_is_written_is_refused(
     open_store: Open, geometry: impress.Geometry, tmp_path: Path, name: str, mode: str
 ) -> None:
-    """What it led to was emptied, or written over."""
+    """The file it led to was emptied, or written over."""
     with open_store(geometry) as store:
         put_prompt(store, prompt(256)).wait(60)
     path = store.path / "shards/main" / name
@@ -209,7 +209,7 @@ def test_a_link_in_the_place_of_a_file_that_is_written_is_refused(
     path.rename(elsewhere)
     before = elsewhere.read_bytes()
     path.symlink_to(elsewhere)
-    if (name, mode) == ("lock", "r"):  # it locks no shard
+    if (name, mode) == ("lock", "r"):  # a reader locks no shard
         assert_serves(open_store(geometry, "r"), prompt(256), 256)
     else:
         with pytest.raises(StoreFailed, match=f"{path.name} is a symbolic link"):
@@ -253,7 +253,7 @@ def test_what_a_process_of_roots_stores_beside_a_service_is_the_services(
 def test_a_roots_file_that_is_linked_elsewhere_stays_roots(
     open_store: Open, geometry: impress.Geometry, tmp_path: Path
 ) -> None:
-    """Who owns the store could else be given any file by naming it as one of the store's."""
+    """Otherwise the store's owner could get any file by naming it as one of the store's."""
     with open_store(geometry) as store:
         put_prompt(store, prompt(256)).wait(60)
     given_away(store.path)
@@ -270,12 +270,12 @@ def test_where_readers_cannot_be_listed_somebody_may_be_reading(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """It was taken for nobody, and space was used again under a live lease."""
+    """This was taken for no reader at all, and space was used again under a live lease."""
     monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
     store = open_store(geometry, follow_every_s=0, repack_every_s=0)
     put_prompt(store, prompt(256)).wait(60)
     readers = store.path / "shards/main/readers"
-    readers.symlink_to(readers)  # listed by nobody, root neither
+    readers.symlink_to(readers)  # nobody can list it, not even root
     with caplog.at_level(logging.WARNING, "impress"):
         assert store.evict(1 << 30) > 0
         for seed in range(1, 4):

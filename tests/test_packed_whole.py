@@ -17,7 +17,7 @@ from impress.spans.layout import SpanLayout
 
 Open = Callable[..., impress.PrefixStore]
 N = 640
-#: Several rows share a piece; a row is a piece.
+#: SHARED: several rows share a piece. ALONE: a row is a piece.
 SHARED = impress.Geometry(2, 16, 2, 64, "float32", 128)
 ALONE = impress.Geometry(2, 16, 16, 64, "float32", 128)
 
@@ -26,8 +26,8 @@ def read_all(
     store: impress.PrefixStore, tokens: np.ndarray, n: int, policy: Policy | None = None,
     first: int = 0, outs: list | None = None, *, in_order: bool = True,
 ) -> bool:  # fmt: skip
-    """Every row of the first n tokens is there once, where `pos` says: in the prompt's order? By a
-    session that is `in_order`, always."""
+    """Check that every row of the first n tokens is there once, where `pos` says; return whether in
+    the prompt's order, as it always is from a session that is `in_order`."""
     keys, values = kv_of(tokens, store.geometry)
     every, ordered = np.arange(first, n), True
     asked = torch.ones(16, 2, 64), torch.zeros(16, 2)
@@ -51,7 +51,7 @@ def read_all(
 def test_what_is_cold_of_a_packed_span_that_is_held_in_part_is_what_is_read(
     open_store: Open,
 ) -> None:
-    """Chunks were counted by where the windows would lie in order: all warm, it said, where most
+    """Chunks were counted by where windows would lie in order: all were said to be warm where most
     came from the SSD, and the chosen mode learnt the SSD's seconds as those of memory."""
     store = open_store(ALONE, dram_bytes=64 << 20)
     tokens = prompt(N)
@@ -74,7 +74,7 @@ def test_what_is_cold_of_a_packed_span_that_is_held_in_part_is_what_is_read(
 def test_packed_rows_come_in_order_from_home_and_from_memory(
     geometry: impress.Geometry, hbm_chunks: int, open_store: Open
 ) -> None:
-    """Of one span and of two, held whole or in part, in no cache, in some, and mixed."""
+    """From one span and from two, held whole or in part, in no cache, in some, and mixed."""
     chunk = SpanLayout.of(geometry, 64, 1).chunk_bytes
     store = open_store(
         geometry, hbm_bytes=hbm_chunks * chunk, hbm_device="cpu", dram_bytes=9 * chunk
@@ -104,8 +104,8 @@ def test_packed_rows_come_in_order_from_home_and_from_memory(
 def test_who_needs_no_order_gets_rows_as_they_lie(
     geometry: impress.Geometry, packed: tuple[bool, bool], open_store: Open
 ) -> None:
-    """From home and from memory, into memory of the caller's and the session's, from a token on;
-    beside sessions that want the same rows in order, whose reads they may share."""
+    """From home and from memory, into the caller's memory and the session's, from some token on;
+    alongside sessions that want the same rows in order, whose reads they may share."""
     chunk = SpanLayout.of(geometry, 64, 1).chunk_bytes
     store = open_store(geometry, hbm_bytes=4 * chunk, hbm_device="cpu", dram_bytes=9 * chunk)
     tokens, rng = prompt(N), np.random.default_rng(3)
@@ -134,7 +134,7 @@ def test_who_needs_no_order_gets_rows_as_they_lie(
 
 
 def given_outs(geometry: impress.Geometry, n_rows: int) -> list:
-    """The caller's memory, which held something else."""
+    """The caller's memory, which holds something else so far."""
     return [
         [torch.full((n_rows, geometry.n_kv_heads, dim), 7.0).transpose(0, 1) for dim in (64, 128)]
         for _ in range(geometry.n_layers)
@@ -147,8 +147,8 @@ def test_what_is_held_of_a_packed_span_may_fill_other_chunks_than_its_own(
     geometry: impress.Geometry, into: bool, open_store: Open
 ) -> None:
     """Rising importance puts a span's first windows into its last chunks, which they fill. Beside a
-    span whose rows lie among others' they come in order: by their chunks' number, and not their
-    own, they were other windows' rows, or what the memory held of another request."""
+    span whose rows lie among others' they come in order: placed by their chunks' number and not by
+    their own, they were other windows' rows, or what the memory held from another request."""
     chunk = SpanLayout.of(geometry, 64, 1).chunk_bytes
     store = open_store(geometry, dram_bytes=9 * chunk)
     tokens = prompt(N)
@@ -162,7 +162,7 @@ def test_what_is_held_of_a_packed_span_may_fill_other_chunks_than_its_own(
             outs = given_outs(geometry, n - first) if into else None
             read_all(store, fork, n, first=first, outs=outs, in_order=bool(turn % 3))
             wait_for_promotions(store)
-    for first in (64, 128):  # a span alone, of which the beginning is not asked for
+    for first in (64, 128):  # a span alone, whose beginning is not asked for
         read_all(store, tokens, 256, first=first, in_order=False)
     wait_for_promotions(store)
     rows = store.stats()["rows_from"]
@@ -211,7 +211,7 @@ def test_any_part_of_any_packed_prefix_comes_right(seed: int, open_store: Open) 
 def test_a_layer_that_falls_back_comes_as_it_lies_but_not_beside_its_keys(
     probe: str, open_store: Open
 ) -> None:
-    """Keys that it was looked at by are in order: values must not come in another."""
+    """The keys used to look at it are in order: its values must not come in another one."""
     store = open_store(SHARED, hbm_device="cpu", probes=(probe,))
     tokens, policy = prompt(N), Paper(alpha=0.0)  # which looks at records of three heads
     worth = np.random.default_rng(3).random((2, N))
@@ -225,8 +225,8 @@ def test_a_layer_that_falls_back_comes_as_it_lies_but_not_beside_its_keys(
 def test_rows_that_need_no_order_are_not_put_in_one(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was a pass over all bytes: of a prefix that rows are chosen from, everything took 1.3
-    times as long to read as of one that is read whole (Llama-3-8B, two cores)."""
+    """Ordering was a pass over all bytes: all of a prefix that rows are chosen from took 1.3 times
+    as long to read as all of one that is read whole (Llama-3-8B, two cores)."""
     store = open_store(SHARED, dram_bytes=0)
     tokens = prompt(N)
     worth = np.random.default_rng(3).random((2, N))
@@ -243,8 +243,8 @@ def test_rows_that_need_no_order_are_not_put_in_one(
 def test_rows_as_they_lie_beside_rows_among_others_cost_no_more_than_in_order(
     outs: bool, open_store: Open
 ) -> None:
-    """Of a span held whole and one held in part: all chunks with a wanted row were read whole, and
-    all rows put in order from there, where those in order are read in runs."""
+    """From a span held whole and one held in part: all chunks with a wanted row were read whole,
+    and all rows put in order from there, whereas rows asked for in order are read in runs."""
     store, tokens, moved = open_store(ALONE, dram_bytes=0, read_gap_bytes=0), prompt(N), [0]
     for n, seed in ((256, 1), (N, 2)):
         worth = np.random.default_rng(seed).random((2, n))

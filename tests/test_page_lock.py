@@ -1,6 +1,6 @@
-"""Memory that a device reaches by itself: locked when it is made, let go of when it is gone.
+"""Memory that a device reaches by itself: locked when it is made, unlocked when it is gone.
 
-The CUDA runtime is a stand-in that keeps what is registered; on a device: tests/test_hbm.py.
+The CUDA runtime is a stand-in that keeps what is registered; tests/test_hbm.py runs on a device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ N = 3 * PAGE
 
 
 class Runtime:
-    """What of the CUDA runtime is called, as ctypes calls it."""
+    """The calls of the CUDA runtime that are used, as ctypes makes them."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
@@ -38,7 +38,7 @@ class Runtime:
         error = self.refuses or (712 if at.value in self.locked else 0)
         if not error:
             self.locked[at.value] = n_bytes.value
-        self.error = error or self.error  # what succeeds takes no error back
+        self.error = error or self.error  # a call that succeeds clears no error
         return error
 
     def cudaHostUnregister(self, at: Any) -> int:
@@ -85,7 +85,7 @@ def test_memory_that_is_not_locked_is_used_all_the_same_and_no_error_stays(
 
 
 def test_what_stayed_locked_where_other_memory_lay_is_locked_anew(runtime: Runtime) -> None:
-    """A device would have copied to pages that were nobody's any more."""
+    """A device would have copied to pages that no longer belonged to anybody."""
     memory = aligned(N)
     runtime.locked[memory.ctypes.data] = PAGE
     page_lock(memory)
@@ -147,7 +147,7 @@ class Stand(hbm.HbmTier):
 
 
 class Torch:
-    """torch, without streams: what is queued happens."""
+    """torch without streams: what is queued happens at once."""
 
     def __init__(self) -> None:
         self.cuda = SimpleNamespace(stream=lambda _stream: nullcontext())
@@ -172,8 +172,8 @@ def memory_of(data: Bytes) -> CudaMemory:
 def test_pieces_are_gathered_in_the_order_they_are_asked_for(
     at: list[int], n_pages: int, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where an engine has left the device no memory to gather in: a hit in HBM was then a
-    lost prefix, and all its copies were dropped."""
+    """This holds even where an engine has left the device no memory to gather in: a hit in HBM was
+    then a lost prefix, and all its copies were dropped."""
     data = aligned(50 * PAGE)
     data[:] = np.random.default_rng(1).integers(0, 256, len(data), dtype=np.uint8)
     size = n_pages * PAGE

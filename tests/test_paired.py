@@ -20,8 +20,8 @@ def _row(ms: Any, **more: Any) -> dict[str, Any]:
 
 
 def test_what_is_hard_for_both_leaves_their_ratio_alone() -> None:
-    """Intervals of two systems overlapped where one took 5 % longer of each request: forty
-    requests that differ fourfold said nothing of a bar of 1.05."""
+    """Intervals of two systems overlapped where one took 5 % longer for each request: forty
+    requests that differ fourfold could say nothing about a bar of 1.05."""
     ms = np.random.default_rng(3).uniform(20, 80, 40)
     one, other = _row(1.05 * ms), _row(ms)
     for of in ("p50_ms", "mean_ms"):
@@ -40,7 +40,7 @@ def test_requests_that_differ_by_chance_have_a_wide_interval() -> None:
 
 
 def test_requests_in_a_row_are_drawn_whole() -> None:
-    """Of a row all are slow or none is: five rows are five draws, not forty."""
+    """All requests of a row are slow or none is: five rows are five draws, not forty."""
     ms = np.repeat([10.0, 20.0, 30.0, 40.0, 50.0], 8)
     alone, whole = (
         times(_row(ms, in_a_row=n), _row(np.full(40, 30.0), in_a_row=n), "mean_ms") for n in (1, 8)
@@ -57,7 +57,7 @@ def test_a_report_without_each_request_has_a_ratio_alone() -> None:
 
 
 def test_shares_of_a_gain_have_intervals() -> None:
-    """What caching lost stood there as 10 %: it was anything from nothing to 14."""
+    """The loss from caching was given as 10 %: it was anything from nothing to 14."""
     rng = np.random.default_rng(5)
     whole = rng.uniform(20, 30, 60)
     steps = [_row(2 * whole), _row(1.1 * whole), _row(1.2 * whole + rng.normal(0, 4, 60))]
@@ -89,7 +89,7 @@ def test_the_chosen_mode_stands_beside_the_best_of_the_three() -> None:
 
 
 def test_a_rival_that_stood_still_once_does_not_make_the_chosen_mode_good() -> None:
-    """The base cell met the bar of 1.05 by one request of `quality` of a second, in a thousand."""
+    """The base cell met the bar of 1.05 by one request of `quality`, of a second, in a thousand."""
     systems = {
         "recompute": _row([90.0] * 20), "exact": _row([60.0] * 20),
         "quality": _row([*[40.0] * 19, 240.0]), "auto": _row([52.0] * 20),
@@ -101,7 +101,7 @@ def test_a_rival_that_stood_still_once_does_not_make_the_chosen_mode_good() -> N
 
 
 def test_how_far_intervals_of_the_chosen_mode_reach_is_a_figure() -> None:
-    """The worst ratio alone was held against the bar of 1.05: it was called met in cells whose
+    """Only the worst ratio was compared with the bar of 1.05: the bar was called met in cells whose
     intervals reach to 1.28."""
     shown = dict.fromkeys(("p50_low", "p50_high", "p90_ms", "io_ms", "emulated_ms", "mb", "ssd_mb",
                            "hbm", "dram", "rows", "fell_back"), 0.0)  # fmt: skip
@@ -121,7 +121,7 @@ def test_how_far_intervals_of_the_chosen_mode_reach_is_a_figure() -> None:
         assert said[f"{name}_high_vs_best_of_three"] == max(one.high for one in most)
         assert said[f"{name}_high_vs_best_of_three"] > 1.05
     for row in rows:
-        del row["each_ms"]  # a report of before
+        del row["each_ms"]  # as in an older report
     said, _ = ttft.figures(rows, None)
     assert "worst_vs_best_of_three" in said and "worst_high_vs_best_of_three" not in said
 

@@ -35,12 +35,12 @@ from tiers.ssd import SsdTier
 Open = Callable[..., impress.PrefixStore]
 SHAPE = impress.Geometry(2, 8, 8, 32, "float16")
 POLICY = Quality(0.2, probe="pca25-v1")
-N = 256  # tokens a prompt
+N = 256  # tokens per prompt
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fit wants one prompt here."""
+    """Here one prompt is enough for a fit."""
     monkeypatch.setattr(fitting, "ENOUGH_TOKENS", N)
 
 
@@ -50,7 +50,7 @@ def rows(seed: int, n: int = N) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 def put(store: impress.PrefixStore, seed: int, *, ends: tuple[int, ...] = (N,)) -> Any:
-    """One prompt, stored in runs that end at `ends`; its tokens."""
+    """Store one prompt in runs that end at `ends`; its tokens."""
     tokens, (keys, values) = prompt(N, seed), rows(seed)
     for end in ends:
         part = slice(store.lookup(tokens), end)
@@ -87,7 +87,7 @@ def bring(store: impress.PrefixStore, tokens: Any, seed: int, policy: Any = POLI
 def test_an_open_that_is_cut_off_leaves_no_fit_behind(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had begun before anybody could close it, and wrote in a shard that was another's."""
+    """A fit began before anybody could close it, and wrote to a shard that was another's."""
     with open_store(SHAPE, probes=("int4-v1",)) as store:
         put(store, 0)
     with monkeypatch.context() as patch:
@@ -102,7 +102,7 @@ def test_an_open_that_is_cut_off_leaves_no_fit_behind(
     params = store.path / "shards" / "main" / "params"
     assert not params.exists()
     store = open_store(SHAPE, probes=("pca25-v1",), shard=0)
-    store.flush()  # what is there is fitted to
+    store.flush()  # fits to what is stored
     assert list(params.iterdir())
 
 
@@ -180,7 +180,7 @@ def test_parameters_that_cannot_be_trusted_are_not_used(open_store: Open, harm: 
         path.write_bytes(raw if harm == "damaged" else path.read_bytes()[:-8])
     (problem,) = verify_store(store.path).problems
     assert "pca25-v1 parameters" in problem.what and problem.span is not None
-    # A reader: a writer may have fitted what is missing again by then, and to the same bytes.
+    # A reader: by then a writer may have fitted what is missing again, and to the same bytes.
     reopened = open_store(SHAPE, "r", probes=("pca25-v1",))
     chosen, used = bring(reopened, tokens, 1)
     assert used == "int4-v1"
@@ -226,8 +226,8 @@ def test_a_record_of_parameters_comes_back_whole_or_not_at_all(tmp_path: Path) -
 def test_damaged_parameters_are_read_once_and_fitted_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each request read and hashed them anew (101 MB of OPT-6.7B), and as there was a file nothing
-    was fitted again, after no restart either."""
+    """Each request read and hashed them again (101 MB for OPT-6.7B), and as there was a file,
+    nothing was fitted again, not even after a restart."""
     layers, namespace = [b"one", b"three"], b"n" * 32
     kept = Params(tmp_path / "params", write=True)
     digest = kept.add(namespace, "pca25-v1", layers, 0)
@@ -252,7 +252,7 @@ def test_purging_a_namespace_takes_what_was_fitted_to_it(open_store: Open) -> No
     put(store, 1)
     folder = store.path / "shards/main/params"
     assert len(list(folder.iterdir())) == 2
-    store.purge(tenant="somebody")  # what all tenants' keys were made with stays
+    store.purge(tenant="somebody")  # parameters made from all tenants' keys stay
     assert len(list(folder.iterdir())) == 2
     store.purge()
     assert [path.name for path in folder.iterdir()] == ["current.json"]
@@ -262,7 +262,7 @@ def test_purging_a_namespace_takes_what_was_fitted_to_it(open_store: Open) -> No
 
 @pytest.mark.parametrize("where", ["in a fork's child", "after close"])
 def test_a_purge_that_is_refused_leaves_what_was_fitted(open_store: Open, where: str) -> None:
-    """It said that the store is closed, or another process's, and erased the parameters."""
+    """It said that the store is closed, or another process's, yet erased the parameters."""
     store = open_store(SHAPE, probes=("pca25-v1",))
     put(store, 1)
     folder = store.path / "shards/main/params"
@@ -284,12 +284,12 @@ def test_a_purge_that_is_refused_leaves_what_was_fitted(open_store: Open, where:
 def test_a_fit_that_ends_after_its_namespace_was_purged_is_not_kept(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The purge found nothing to forget yet; then what was fitted to purged keys was written."""
+    """The purge found nothing to forget yet; then parameters fitted to purged keys were written."""
     store = open_store(SHAPE, probes=("pca25-v1",))
     begun, go_on, fit, n = threading.Event(), threading.Event(), Pca.fit, itertools.count(1)
 
     def waits(*args: Any) -> bytes:
-        if next(n) == SHAPE.n_layers:  # the last
+        if next(n) == SHAPE.n_layers:  # the last layer
             begun.set()
             assert go_on.wait(60)
         return fit(*args)
@@ -304,7 +304,7 @@ def test_a_fit_that_ends_after_its_namespace_was_purged_is_not_kept(
     folder = store.path / "shards/main/params"
     assert not folder.exists() or not list(folder.iterdir())
     put(store, 2)
-    assert len(list(folder.iterdir())) == 2  # its next fit is one
+    assert len(list(folder.iterdir())) == 2  # the next fit is kept
 
 
 @pytest.mark.parametrize("name", ["test", "digits"])
@@ -334,7 +334,7 @@ def in_params(fd: int) -> bool:
 def test_a_purge_that_cannot_erase_parameters_says_so_and_the_next_one_does(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """It said that all was gone, and the next one found no parameters to erase any more."""
+    """It said that all was gone, and the next purge no longer found parameters to erase."""
     store, fsync = open_store(SHAPE, probes=("pca25-v1",)), os.fsync
 
     def failing(fd: int) -> None:
@@ -349,7 +349,7 @@ def test_a_purge_that_cannot_erase_parameters_says_so_and_the_next_one_does(
         with pytest.raises(impress.StoreFailed, match=r"params: not erased.*purge again"):
             store.purge()
     assert store.lookup(tokens) == 0 and kept.exists()
-    if then == "fit":  # the next one takes its name: it goes before
+    if then == "fit":  # the next record takes its name: the old one is erased first
         put(store, 2)
         assert probes_of(store)[-1] == ("int4-v1", NONE)
         assert len(list(folder.iterdir())) == 2
@@ -365,7 +365,7 @@ def test_a_purge_that_cannot_erase_parameters_says_so_and_the_next_one_does(
 def test_forgotten_parameters_are_overwritten_on_the_disk_however_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was written over a record of less than a buffer came after its fsync."""
+    """A record smaller than a buffer was overwritten only after its fsync."""
     kept, fsync, synced = Params(tmp_path / "params", write=True), os.fsync, []
     digest = kept.add(b"n" * 32, "pca25-v1", (b"basis",), 0)
     assert digest is not None
@@ -381,8 +381,8 @@ def test_forgotten_parameters_are_overwritten_on_the_disk_however_small(
 
 
 def test_parameters_that_two_namespaces_share_go_with_the_last_of_them(tmp_path: Path) -> None:
-    """Of the same keys the same basis is made, and it is one file: the purge of the first took it
-    from the second, whose records then had none, and which was fitted none until a restart."""
+    """The same keys make the same basis, in one file: purging the first namespace took it from the
+    second, whose records then had none, and for which none was fitted until a restart."""
     one, two, codec = b"1" * 32, b"2" * 32, "pca25-v1"
     folder = tmp_path / "params"
     kept = Params(folder, write=True)
@@ -405,14 +405,14 @@ def test_parameters_that_two_namespaces_share_go_with_the_last_of_them(tmp_path:
 def test_parameters_that_a_crash_leaves_are_found_by_the_next_purge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: str
 ) -> None:
-    """Between a record and its name in current.json: nothing told whose it was."""
+    """With a crash between a record and its name in current.json, nothing told whose it was."""
     folder, n = tmp_path / "params", itertools.count(1)
     kept, write = Params(folder, write=True), params.write_whole
     if cut_off == "forget":
         kept.add(b"n" * 32, "pca25-v1", (b"basis",), 0)
 
     def dies(path: Path, raw: bytes) -> None:
-        if cut_off == "add" and next(n) == 2:  # of a draft that has yet to get its name
+        if cut_off == "add" and next(n) == 2:  # as a draft that has yet to get its name
             path.with_name(f".{path.name}.1.2").write_bytes(raw)
         elif cut_off == "add":
             return write(path, raw)
@@ -437,7 +437,7 @@ def test_parameters_that_a_crash_leaves_are_found_by_the_next_purge(
 def test_a_purge_takes_parameters_that_a_damaged_list_names_no_more(
     tmp_path: Path, harm: str
 ) -> None:
-    """It erased nothing of them and said so, and the next list left them out for good."""
+    """The purge erased none of them and said so, and the next list left them out for good."""
     folder = tmp_path / "params"
     digest = Params(folder, write=True).add(b"n" * 32, "pca25-v1", (b"basis",), 0)
     assert digest is not None
@@ -458,7 +458,7 @@ def test_a_purge_takes_parameters_that_a_damaged_list_names_no_more(
 def test_a_list_of_parameters_that_cannot_be_read_for_a_moment_loses_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """A namespace's name was not in the next list, and its record went with another's purge."""
+    """The next list lacked a namespace's name, and its record went with another's purge."""
     folder, codec = tmp_path / "params", "pca25-v1"
     digest = Params(folder, write=True).add(b"1" * 32, codec, (b"basis",), 0)
 
@@ -497,7 +497,7 @@ def test_a_purge_that_cannot_list_parameters_says_so(
 def test_verify_finds_the_parameters_that_another_shards_span_goes_on_with(
     open_store: Open,
 ) -> None:
-    """Reading looks in every shard; it looked in one, and called them missing."""
+    """Reading looks in every shard; verify looked in one, and called them missing."""
     a, b = (open_store(SHAPE, probes=("pca25-v1",), follow_every_s=0, shard=n) for n in (0, 1))
     put(a, 0)
     put(a, 1, ends=(128,))
@@ -515,7 +515,7 @@ def test_verify_finds_the_parameters_that_another_shards_span_goes_on_with(
 def test_parameters_that_cannot_be_kept_are_fitted_once(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Whenever as much again was stored all of it was fitted anew, for nothing."""
+    """Each time as much again had been stored, all of it was fitted again, for nothing."""
     if why == "too large":
         monkeypatch.setattr(params, "MOST_RECORD_BYTES", 100)
     else:
@@ -543,8 +543,8 @@ def test_parameters_that_cannot_be_kept_are_fitted_once(
 def test_where_no_thread_can_be_had_stores_are_ready_and_the_next_fit_makes_good(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was the committer that failed: what it was through with was told as failed, and neither
-    flush nor close came to an end."""
+    """The committer failed instead: stores that it had finished were reported as failed, and
+    neither flush nor close came to an end."""
     store, start = open_store(SHAPE, probes=("pca25-v1",)), threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -566,7 +566,7 @@ def test_where_no_thread_can_be_had_stores_are_ready_and_the_next_fit_makes_good
 def test_all_fits_run_on_one_thread_that_ends_with_the_store(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each left the queue that its thread had read with open until the store closed."""
+    """Each left open, until the store closed, the queue that its thread had read with."""
     fit, threads = Pca.fit, []
     monkeypatch.setattr(
         Pca, "fit", lambda *args: threads.append(threading.current_thread()) or fit(*args)
@@ -584,7 +584,7 @@ def test_all_fits_run_on_one_thread_that_ends_with_the_store(
 def test_a_fit_that_outlasts_close_keeps_its_files_and_writes_nothing(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """Its queue was destroyed under its read; what it made went into another process's shard."""
+    """Its queue was destroyed under its read; its parameters went into another process's shard."""
     go_on, stuck, closed = threading.Event(), queue.SimpleQueue[threading.Thread](), []
     read, fit, close, n = SsdTier.read, Pca.fit, SsdTier.close, itertools.count(1)
 
@@ -621,8 +621,8 @@ def test_a_fit_that_outlasts_close_keeps_its_files_and_writes_nothing(
 def test_a_damaged_span_that_nobody_reads_keeps_no_namespace_from_being_fitted(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
-    """A fit took the spans that were stored first and gave up at one that did not read back. Where
-    no request came to it, it stayed the first: every fit failed, with the same warning."""
+    """A fit took the spans that were stored first and gave up at one that did not read back. If no
+    request came to that span, it stayed the first: every fit failed, with the same warning."""
     store = open_store(SHAPE, probes=("pca25-v1",))
     with monkeypatch.context() as held_off:
         held_off.setattr(fitting, "ENOUGH_TOKENS", 1 << 30)
@@ -644,7 +644,7 @@ def test_a_damaged_span_that_nobody_reads_keeps_no_namespace_from_being_fitted(
 def test_a_fit_that_came_to_nothing_is_made_with_the_next_store(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, lacked: str
 ) -> None:
-    """The count of tokens began anew with it: it took as many again as a fit wants."""
+    """Such a fit reset the count of tokens: it took as many again as a fit wants."""
     store, read, fit = open_store(SHAPE, probes=("pca25-v1",)), SsdTier.read, Pca.fit
 
     def reads(*args: Any) -> None:
@@ -672,8 +672,8 @@ def test_a_fit_that_came_to_nothing_is_made_with_the_next_store(
 def test_who_waits_for_a_fit_is_let_go_when_the_store_closes(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closed between a fit's being asked for and its beginning, its thread ended and told nobody: a
-    flush in another thread took to its time limit, 150 s."""
+    """If the store closed after a fit was asked for and before it began, its thread ended and told
+    nobody: a flush in another thread waited to its time limit, 150 s."""
     go_on, run = threading.Event(), threading.Thread.run
 
     def held_back(thread: threading.Thread) -> None:
@@ -697,7 +697,7 @@ def test_who_waits_for_a_fit_is_let_go_when_the_store_closes(
 def test_a_flush_leaves_a_fit_what_is_left_of_its_time(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of its two waits had all of it: a flush took up to twice as long as it was given."""
+    """Each of its two waits got all of the time: a flush took up to twice as long as allowed."""
     store, barrier = open_store(SHAPE, probes=("pca25-v1",)), Committer.barrier
     clock, waited = [100.0], list[float]()
 
@@ -718,8 +718,8 @@ def test_a_flush_leaves_a_fit_what_is_left_of_its_time(
 def test_only_what_is_ready_counts_towards_a_fit(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    """What was given up, stored by another first or failed counted too: a fit began that found too
-    little."""
+    """Stores that were given up, that another made first or that failed counted too: a fit began
+    that found too little."""
     looked: list[int] = []
     real = fitting.read_header
     monkeypatch.setattr(fitting, "read_header", lambda *a: looked.append(1) or real(*a))
@@ -746,7 +746,7 @@ def test_only_what_is_ready_counts_towards_a_fit(
 def test_a_fit_that_found_too_little_goes_on_counting(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what it was to be fitted to some was evicted, and the rest counted no more."""
+    """Some of what it was to be fitted to was evicted, and the rest no longer counted."""
     store = open_store(SHAPE, probes=("pca25-v1",))
     monkeypatch.setattr(fitting, "ENOUGH_TOKENS", 2 * N)
     put(store, 0)
@@ -759,8 +759,8 @@ def test_a_fit_that_found_too_little_goes_on_counting(
 def test_the_thread_of_fits_outlives_what_it_cannot_say(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A handler of the log's that raised ended it, with a fit said to be under way for good: every
-    flush from then on took to its time limit."""
+    """A log handler that raised ended it, with a fit marked as under way for good: every flush from
+    then on waited to its time limit."""
     store, (keys, values) = open_store(SHAPE, probes=("pca25-v1",)), rows(0)
 
     def fails(*_: Any) -> bytes:

@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_lies_in_memory_stays_about_a_gigabyte() -> None:
-    """Of every system, one prefix to warm up and those of the rounds."""
+    """For every system, one prefix to warm up and those of the rounds."""
     n_prefixes = 1 + max(n for (medium, _), n in ROUNDS.items() if medium == "tmpfs")
     assert len(SYSTEMS) * n_prefixes * SHAPE_TMPFS.n_bytes < 1.1e9
 
@@ -137,13 +137,13 @@ class _Idle(Pooled):
         self.pool = np.zeros((shape.n_chunks, shape.chunk_bytes), dtype=np.uint8)
 
     def store(self, prefix: int) -> None:
-        """It was not."""
+        """Do nothing."""
 
     restore = store
 
 
 def _hicache(folder: Path, shape: Shape, patch: pytest.MonkeyPatch) -> Pooled:
-    """SGLang's, on a backend whose pages come back as they went."""
+    """SGLang's, on a backend that returns the pages it is given unchanged."""
     backend = SimpleNamespace(
         batch_set=lambda keys, pages: True, batch_get=lambda keys, pages: pages
     )  # fmt: skip
@@ -155,7 +155,7 @@ def _hicache(folder: Path, shape: Shape, patch: pytest.MonkeyPatch) -> Pooled:
 
 
 def _vllm(folder: Path, shape: Shape, patch: pytest.MonkeyPatch) -> Pooled:
-    """vLLM's file tier, on one whose jobs are done and did nothing."""
+    """vLLM's file tier, on a manager whose jobs end at once and do nothing."""
     tier = SimpleNamespace(
         submit_store=lambda _job: None, submit_load=lambda _job: None,
         get_finished_jobs=lambda: [SimpleNamespace(success=True)],
@@ -179,7 +179,7 @@ POOLED = [lambda folder, shape, _patch: _Idle(folder, shape), _hicache, _vllm]
 def test_a_restore_that_reads_nothing_is_found(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was stored still lay in SGLang's pool: its cold restores could not come back changed."""
+    """Stored rows still lay in SGLang's pool, so its cold restores could not come back changed."""
     system = make(tmp_path, TINY, monkeypatch)
     answer(system, tmp_path, TINY, 1, {"do": "store", "prefix": 0})
     with pytest.raises(ValueError, match="prefix 0 came back changed"):
@@ -190,7 +190,7 @@ def test_a_restore_that_reads_nothing_is_found(
 def test_a_store_ends_with_its_rows_in_the_pool(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's pool was cleared in the time of its stores, where others had nothing to clear."""
+    """Clearing vLLM's pool counted in the time of its stores; others had nothing to clear."""
     system, rows = make(tmp_path, TINY, monkeypatch), rows_of(TINY, 1, 0)
     system.fill(0, rows)
     timed(system, tmp_path, lambda: system.store(0), settle=True)

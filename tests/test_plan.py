@@ -1,4 +1,4 @@
-"""Which reads bring a layer's rows to where they are wanted, against dictionaries of pieces."""
+"""Which reads bring a layer's rows where they are wanted, checked with dictionaries of pieces."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def assert_divided(
 @settings(max_examples=80)
 @given(st.data())
 def test_a_plan_brings_each_wanted_row_to_its_place(data: st.DataObject) -> None:
-    """Against a dictionary: rows are numbers, pieces are looked up one by one."""
+    """Checked against a dictionary: rows are numbers, pieces are looked up one by one."""
     window, geometry = 16, impress.Geometry(1, 1, 1, 4, "float32")
     row_bytes = data.draw(st.sampled_from([1024, 2048, 8192]))
     shape = PlaneLayout.of(row_bytes, window)
@@ -140,7 +140,7 @@ def test_runs_are_cut_where_their_bytes_lie_apart(data: st.DataObject) -> None:
 @settings(max_examples=120)
 @given(st.data())
 def test_pieces_come_from_whoever_has_their_chunk(data: st.DataObject) -> None:
-    """All of a part as it lies, which goes by chunks, and pieces from all over."""
+    """A whole part as it lies, which is copied by chunks, and pieces from all over."""
     n = data.draw(st.sampled_from([1, 2, 8]))
     level = np.array(data.draw(st.lists(st.sampled_from([-1, 0, 1]), min_size=1, max_size=8)))
     cached = [np.where(level == i, 7, -1) for i in range(2)]

@@ -124,7 +124,7 @@ def test_four_bits_err_by_at_most_half_a_step(
     codes, scales = quantise(values.astype(np.float32), 4, group)
     back = dequantise(torch.from_numpy(codes), torch.from_numpy(scales), 4, group).numpy()
     steps = np.repeat(scales.astype(np.float32), group, axis=1)[:, :length]
-    # A scale below float16's normal range is itself rounded: at the outermost level so much.
+    # A scale below float16's normal range is itself rounded: by this much at the outermost level.
     rounding = np.where(steps < 2.0**-14, 8 * 2.0**-25, 0.0)
     assert (np.abs(back - values) <= steps * 0.51 + rounding).all()
 
@@ -160,7 +160,7 @@ def test_low_bit_scores_err_by_about_the_noise_they_state(
 @pytest.mark.parametrize("name", ["int4-v1", "int3-v1"])
 @pytest.mark.parametrize("n_rows", [2, 40])
 def test_a_small_row_of_a_query_beside_a_large_one_errs_by_no_more(name: str, n_rows: int) -> None:
-    """All rows of a head were rounded by the largest, and the noise stated knew nothing of it."""
+    """All rows of a head were rounded by the largest, and the stated noise did not know of that."""
     geometry = Geometry(1, 4, 2, 64, "float32")
     keys, query = keys_and_query(geometry, n=256, q=n_rows)
     query[:, 0] *= 1000
@@ -174,13 +174,13 @@ def test_a_small_row_of_a_query_beside_a_large_one_errs_by_no_more(name: str, n_
 @pytest.mark.parametrize("name", ["int4-v1", "int1-v1"])
 @pytest.mark.parametrize("dim", [1, 2, 3, 4, 5])
 def test_heads_of_few_dimensions_score_as_their_codes_say(name: str, dim: int) -> None:
-    """Over one dimension, or two halves of one, scores were what lay in memory."""
+    """With one dimension, or two halves of one, scores were whatever lay in memory."""
     codec, g = codec_of(name), Geometry(1, 4, 2, dim, "float32")
     rng = np.random.default_rng(3)
     keys = np.sign(rng.standard_normal((2, 64, dim))).astype(np.float32)
     query = torch.from_numpy(rng.standard_normal((4, 5, dim)).astype(np.float32))
     found = [scored.scores.clone() for scored in codec.score(codec.encode(keys, g), query, g, 1.0)]
-    level = {"int4-v1": 7.5 / 8, "int1-v1": 0.5 * 0.6}[name]  # of keys that are all 1 or −1
+    level = {"int4-v1": 7.5 / 8, "int1-v1": 0.5 * 0.6}[name]  # for keys that are all 1 or −1
     want = torch.einsum("hqd,hnd->hqn", query, torch.from_numpy(keys).repeat_interleave(2, 0))
     assert torch.allclose(torch.cat(found), want * level, atol=0.03 * float(want.abs().max()))
 
@@ -280,7 +280,7 @@ def test_names_find_their_codecs() -> None:
 
 @pytest.mark.parametrize("name", ["", "a-name-that-a-header-would-cut-off-v1", "clé-v1"])
 def test_a_name_that_no_header_takes_is_refused(name: str) -> None:
-    """Cut off in the header, it was never found again: records were made from keys for ever."""
+    """Cut off in the header, it was never found again: records were always made from keys."""
     with pytest.raises(ImpressError, match="1 to 32 ASCII"):
         register(LowBit(name, 4))
     with pytest.raises(ImpressError, match="at least 1 token"):
@@ -302,8 +302,8 @@ def test_importing_and_encoding_need_no_torch() -> None:
 
 
 def test_streams_of_a_device_share_no_memory_to_work_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer is back when the work on it is launched: an audit, on another stream than a request
-    of the caller's, wrote over scores that were still to be made."""
+    """A buffer is given back once the work on it is launched: an audit, on a stream other than that
+    of a caller's request, wrote over scores that were still to be made."""
     streams = iter((7, 9, 7))
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=next(streams))

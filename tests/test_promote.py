@@ -1,4 +1,4 @@
-"""What climbs to faster tiers, what goes for it, and that answers are the same from all of them."""
+"""What climbs to faster tiers, what makes way for it, and that all tiers give the same answers."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ Answer = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 GEOMETRY = impress.Geometry(2, 4, 4, 64, "float32")
 CHUNK = 64 * 2 * 4 * 64 * 4  # bytes of K and V
-N = 384  # six chunks a layer
+N = 384  # six chunks per layer
 EVICTIONS = ("importance", "lru", "lfu", "prefix-lru")
 
 
 def settled(store: impress.PrefixStore) -> impress.PrefixStore:
-    """Everything that follows requests has run."""
+    """Wait until everything that follows requests has run."""
     assert store._pool.idle(60)
     store.check()
     return store
 
 
 def ask(store: impress.PrefixStore, tokens: np.ndarray, policy: Policy) -> tuple[Answer, dict]:
-    """Every layer under a policy, always with the same query; rows by tier."""
+    """The answer of every layer under a policy, always with the same query; rows by tier."""
     g = store.geometry
     query = torch.randn(g.n_heads, 5, g.head_dim, generator=torch.Generator().manual_seed(1))
     answer = []
@@ -133,14 +133,14 @@ def test_a_chunk_that_was_read_in_part_climbs_from_the_tier_below_and_leaves_it(
     assert (in_tier(store), in_tier(store, "hbm")) == (4, 0)
     ask(store, tokens, Recency(keep=0.2))
     assert (in_tier(store), in_tier(store, "hbm")) == (0, 4)
-    moved = store.stats()["promotion_read_bytes"]  # of each layer one chunk, in each climb
+    moved = store.stats()["promotion_read_bytes"]  # one chunk of each layer, in each climb
     assert moved == {"ssd": 2 * CHUNK, "dram": 2 * CHUNK}
 
 
 @pytest.mark.parametrize("policy", [Exact(), Recency(keep=0.2)], ids=lambda policy: policy.name)
 def test_a_copy_that_fails_takes_no_place(open_store: Open, policy: Policy) -> None:
-    """Of a chunk that was being copied when memory gave out nothing was found, and its place was
-    taken, until the store was closed."""
+    """A chunk being copied when memory ran out could not be found, though its place was taken,
+    until the store was closed."""
     store = open_store(GEOMETRY, read_gap_bytes=0)
     put_prompt(store, prompt(N)).wait(60)
     (cache,) = store._reading.copies.chunks
@@ -161,8 +161,8 @@ def test_a_copy_that_fails_takes_no_place(open_store: Open, policy: Policy) -> N
 def test_a_copy_that_fails_for_no_known_reason_is_told_and_stops_no_other(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody waits for it: its error was kept where none looks, and what one request's other
-    chunks were to be copied by was left out."""
+    """Nobody waits for it: its error was kept where nobody looks, and the copies of one request's
+    other chunks were left out."""
     store, real, calls = open_store(GEOMETRY, read_gap_bytes=0), promote._read, count()
 
     def read(*given: Any) -> None:
@@ -172,7 +172,7 @@ def test_a_copy_that_fails_for_no_known_reason_is_told_and_stops_no_other(
 
     monkeypatch.setattr(promote, "_read", read)
     put_prompt(store, prompt(N)).wait(60)
-    ask(store, prompt(N), Recency(keep=0.2))  # of each layer a chunk is read for the copy
+    ask(store, prompt(N), Recency(keep=0.2))  # one chunk of each layer is read for the copy
     assert in_tier(store) == 3
     assert store.stats()["promotions_failed"] == 1
     assert "a copy to dram failed" in caplog.text and "not foreseen" in caplog.text
@@ -180,7 +180,7 @@ def test_a_copy_that_fails_for_no_known_reason_is_told_and_stops_no_other(
 
 
 def test_copies_that_a_caller_spoilt_failed_and_were_not_promoted(open_store: Open) -> None:
-    """They were counted as they were made, before they were compared with their sums: those that
+    """Copies were counted as they were made, before they were compared with their sums: those that
     were thrown away stood among the promoted."""
     store = open_store(GEOMETRY, io_threads=1)
     put_prompt(store, prompt(N)).wait(60)
@@ -190,7 +190,7 @@ def test_copies_that_a_caller_spoilt_failed_and_were_not_promoted(open_store: Op
         session.prefetch(outs)
         settled(store)  # all of it is read
         hog = store._pool.submit(Lane.DEMAND, [lambda: begun.set() or (busy.wait(60) and None)])
-        assert begun.wait(60)  # the only thread: the copies are made at the close
+        assert begun.wait(60)  # it holds the only thread: the copies are made at the close
         for layer in range(2):
             session.retrieve(layer, None)
         outs[1][0][:, 100] = 0
@@ -212,8 +212,8 @@ def rows_of_a_plane() -> torch.Tensor:
 def test_what_chunks_are_worth_is_asked_once_a_layer_however_they_lie(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is work on the whole span, and was done for every run: of a long prompt of which every
-    second chunk was in DRAM, as many times as it has pairs of chunks."""
+    """It is work on the whole span, and was done for every run: for a long prompt with every second
+    chunk in DRAM, as many times as it has pairs of chunks."""
     store, asked = open_store(GEOMETRY), []
     put_prompt(store, prompt(N)).wait(60)
     ask(store, prompt(N), Exact())
@@ -243,8 +243,8 @@ def copied_bytes(store: impress.PrefixStore) -> int:
 def test_what_leaves_home_while_a_request_is_on_its_way_leaves_no_copy(
     open_store: Open, policy: Policy, warm: bool, how: str
 ) -> None:
-    """What follows a request came after its span was forgotten: of what was purged rows lay in
-    memory until the close."""
+    """The work that follows a request came after its span was forgotten: purged rows lay in memory
+    until the close."""
     store = open_store(
         GEOMETRY, read_gap_bytes=0, segment_bytes=4 * MIB, hbm_bytes=2 * MIB, hbm_device="cpu",
         follow_every_s=0,
@@ -268,12 +268,12 @@ def test_what_leaves_home_while_a_request_is_on_its_way_leaves_no_copy(
 
 
 def budget(n_chunks: int) -> int:
-    """DRAM of which n_chunks are left for chunks; the sixteenth of tables comes on top."""
+    """DRAM that leaves n_chunks for chunks; the sixteenth for tables comes on top."""
     return -(-n_chunks * CHUNK * 16 // 15) + 4096
 
 
 def test_by_prefix_the_beginning_stays_in_every_layer(open_store: Open) -> None:
-    """Room for one and a half prompts: what goes for the second is the first's longer half."""
+    """Room for one and a half prompts: what goes for the second is the first's later half."""
     a, b = prompt(N, 1), prompt(N, 2)
     store = open_store(GEOMETRY, eviction="prefix-lru", dram_bytes=budget(18), io_threads=1)
     for tokens in (a, b):
@@ -311,7 +311,7 @@ def test_of_equals_that_take_turns_the_first_to_come_stays(open_store: Open) -> 
 
 @dataclass(frozen=True)
 class Named:
-    """One row of each of these chunks."""
+    """Chooses one row of each of these chunks."""
 
     chunks: tuple[int, ...]
     name: str = "named"
@@ -325,7 +325,7 @@ def _(policy: Named, asked: Asked) -> Selection:
 
 
 def test_by_last_use_only_the_chunks_that_hold_wanted_rows_are_used(open_store: Open) -> None:
-    """All between the first and the last of them were: what was used last of all went."""
+    """All from the first to the last of them counted as used: the one truly used last went."""
     store = open_store(GEOMETRY, eviction="lru", dram_bytes=budget(6), io_threads=1)
     put_prompt(store, prompt(N)).wait(60)
     for chunks in ((0,), (1,), (2,), (1,), (0, 2), (5,)):
@@ -337,8 +337,8 @@ def test_by_last_use_only_the_chunks_that_hold_wanted_rows_are_used(open_store: 
 
 
 def test_lfu_remembers_uses_of_what_is_in_no_cache(open_store: Open) -> None:
-    """A copy that came in began at one use, and whatever came was let in: of prompts larger than a
-    cache none was ever there for its second use, however often it was asked for."""
+    """A new copy began at one use, and any was let in: with more prompts than fit a cache, none was
+    ever there for its second use, however often it was asked for."""
     often, *others = (prompt(N, seed) for seed in range(1, 5))
     store = open_store(GEOMETRY, eviction="lfu", dram_bytes=budget(12), io_threads=1)
     for tokens in (often, *others):
@@ -352,7 +352,7 @@ def test_lfu_remembers_uses_of_what_is_in_no_cache(open_store: Open) -> None:
 
 @pytest.mark.parametrize("policy", [Contiguous(keep=0.25, period=1), Pages(keep=0.25)])
 def test_what_a_query_chose_by_units_is_learnt(open_store: Open, policy: Policy) -> None:
-    """It says nothing of the mass it misses, and was taken for a choice that no query made."""
+    """Such a choice does not say what mass it misses, and was taken for one that no query made."""
     store = open_store(GEOMETRY, probes=("pages16-v1",))
     put_prompt(store, prompt(N)).wait(60)
     answer, _ = ask(store, prompt(N), policy)
@@ -380,7 +380,7 @@ def test_a_layer_retrieved_twice_is_one_use_of_all_its_rows(open_store: Open) ->
 
 
 def test_a_layer_retrieved_twice_is_decided_about_only_where_both_times_were() -> None:
-    """All its rows are used where one time took all."""
+    """All its rows are used where either retrieval took all."""
 
     def looked(rows: list[int] | None, decided: bool) -> Looked:
         positions = None if rows is None else np.array(rows, dtype=np.int64)
@@ -435,8 +435,8 @@ def test_chunks_whose_rows_matter_more_drive_out_those_whose_rows_matter_less(
 def test_what_requests_need_every_row_of_stays_though_few_rows_were_once_chosen(
     open_store: Open,
 ) -> None:
-    """A prefix read whole ten times gave way to one read twice: of it two rows had been chosen, so
-    its chunks were worth next to nothing."""
+    """A prefix read whole ten times gave way to one read twice: two of its rows had been chosen
+    before, so its chunks were worth next to nothing."""
     store = open_store(GEOMETRY, dram_bytes=budget(12), io_threads=1)
     often, seldom = prompt(N, 1), prompt(N, 2)
     for tokens in (often, seldom):
@@ -452,7 +452,7 @@ def test_what_requests_need_every_row_of_stays_though_few_rows_were_once_chosen(
 
 
 def test_of_chunks_read_in_part_those_that_are_worth_most_are_fetched(open_store: Open) -> None:
-    """As many as there is room for, of all layers together."""
+    """As many as there is room for, over all layers together."""
     store = open_store(GEOMETRY, dram_bytes=budget(6), io_threads=1, read_gap_bytes=0)
     tokens = prompt(N)
     put_prompt(store, tokens).wait(60)
@@ -488,7 +488,7 @@ def test_bytes_that_went_bad_at_home_are_not_promoted(open_store: Open) -> None:
     settled(store)
     assert store.stats()["promotions_failed"] == 1
     assert in_tier(store) == 1
-    assert store.lookup(tokens) == N  # who wants those rows will find out
+    assert store.lookup(tokens) == N  # a request for those rows will find out
     keys, _ = kv_of(tokens, GEOMETRY)
     assert np.array_equal(ask(store, tokens, Recency(keep=0.01))[0][0][0], keys[0][:, -4:])
 
@@ -594,7 +594,7 @@ def test_a_cache_keeps_its_accounts_and_what_is_worth_most(eviction: str, done: 
 
 
 def test_the_guards_reads_are_no_use_of_what_they_read(open_store: Open) -> None:
-    """Whose answer was weighed stayed in DRAM, and what requests had used after it went."""
+    """The prefix of a weighed answer stayed in DRAM, and prefixes that requests used later went."""
     store = open_store(GEOMETRY, eviction="lru", dram_bytes=budget(24), io_threads=1)
     weighed, after, new = (prompt(N, seed) for seed in (1, 2, 3))
     for tokens in (weighed, after, new):
@@ -613,8 +613,8 @@ def test_the_guards_reads_are_no_use_of_what_they_read(open_store: Open) -> None
 
 
 def test_a_chunk_in_two_tiers_leaves_the_slower_one() -> None:
-    """Two requests that overlapped had it copied to DRAM and to HBM; each later one gave back its
-    pin in DRAM, having made it the last to go there."""
+    """Two overlapping requests had it copied to DRAM and to HBM; each later one gave back its pin
+    in DRAM, which made it the last to go there."""
     caches = [ChunkCache(CAPACITY * 8192, {0: 4096, 1: 4096}, LAYERS, name) for name in "ab"]
     for cache in caches:
         cache.publish(cache.admit(1, WINDOWS, 0, np.arange(3))[1])
@@ -662,8 +662,8 @@ def test_a_request_pins_while_it_is_found_out_how_many_copies_may_climb(
 
 
 def test_chunks_of_a_span_too_large_for_history_are_judged_by_their_last_use() -> None:
-    """Those that had climbed kept the rank they came with, and those read in part had one of use
-    at request 0: neither was ever worth more for being used."""
+    """Chunks that had climbed kept the rank they came with, and those read in part got that of a
+    use at request 0: neither was ever worth more for being used."""
     cache = ChunkCache(CAPACITY * 8192, {0: 4096, 1: 4096}, LAYERS, eviction="importance")
     cache.publish(cache.admit(1, WINDOWS, 0, np.arange(3), np.zeros(3))[1])
     reading = SimpleNamespace(
@@ -681,8 +681,8 @@ def test_chunks_of_a_span_too_large_for_history_are_judged_by_their_last_use() -
 def test_what_is_to_be_learnt_does_not_pile_up(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies behind requests had a bound, what follows them none: under load each closed session
-    left its arrays in a line that nobody came to."""
+    """Copies after requests had a bound, the lessons from them had none: under load each closed
+    session left its arrays in a queue that nobody came to."""
     store = open_store(GEOMETRY)
     put_prompt(store, prompt(N))
     store.flush()
@@ -695,7 +695,7 @@ def test_what_is_to_be_learnt_does_not_pile_up(
     assert stats["lessons_skipped"] == 1
     assert stats["promotions_skipped"] == 0, "all of it is in DRAM: there was nothing to copy"
     assert store._reading.history.tick == learnt
-    # The metrics of where rows were lacked a request of which nothing was learnt.
+    # The metrics of where rows were lacked a request from which nothing was learnt.
     assert stats["rows_from"] == {"ssd": 2 * N, "dram": 2 * N}
     assert stats["chunks_from"] == {"ssd": 12, "dram": 12}
 
@@ -703,8 +703,8 @@ def test_what_is_to_be_learnt_does_not_pile_up(
 def test_one_request_does_not_crowd_out_what_the_next_ones_show(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a cold sparse one of a long prompt thousands of reads were queued at once: of the
-    requests right behind it nothing was learnt. What was left out climbs at its next uses."""
+    """After a cold sparse request for a long prompt, thousands of reads were queued at once: from
+    the requests right after it nothing was learnt. Chunks left out climb at their next uses."""
     monkeypatch.setattr("impress.read.reading.MOST_PROMOTIONS", 8)
     monkeypatch.setattr("impress.read.promote.MOST_FETCHES", 4)
     monkeypatch.setattr("impress.read.promote.MOST_FETCH", 1)  # each chunk is a read
@@ -725,7 +725,7 @@ def test_one_request_does_not_crowd_out_what_the_next_ones_show(
     ask(store, prompt(N), Named((0, 1, 2, 3, 4, 5)))
     assert crowded and not any(crowded)
     (cache,) = store._copies.chunks
-    for layer in (0, 1):  # those of the highest ranks first
+    for layer in (0, 1):  # the chunks of the highest ranks first
         assert np.flatnonzero(cache.has(span, layer, np.arange(6))).tolist() == [2, 3]
     for n_there in (8, 12):
         ask(store, prompt(N), Named((0, 1, 2, 3, 4, 5)))

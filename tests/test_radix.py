@@ -114,8 +114,8 @@ def test_a_thousand_children_are_told_apart() -> None:
 
 
 def fanned() -> tuple[RadixTree, int]:
-    """A tree of which 201 nodes have many children, and its uppermost node, which is one of them.
-    Beside it a prompt under another root."""
+    """A tree in which 201 nodes have many children, and its topmost node, which is one of them.
+    The tree also has a prompt under another root."""
     tree, spans = RadixTree(SIZE), itertools.count()
 
     def add(above: int, kind: int) -> int:
@@ -144,8 +144,8 @@ def family(tree: RadixTree) -> dict[int, set[int]]:
 def test_a_walk_looks_at_all_nodes_once_however_many_of_them_have_many_children(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once for each of these: of a large tree it took minutes, and meanwhile nobody could look up a
-    prompt."""
+    """It looked once for each of these nodes: in a large tree that took minutes, and meanwhile
+    nobody could look up a prompt."""
     tree, top = fanned()
     children, looks, flatnonzero = family(tree), list[int](), np.flatnonzero
     node_of = {tree.view(node).span: node for node in tree.nodes().tolist()}
@@ -185,7 +185,7 @@ def test_a_walk_looks_at_all_nodes_once_however_many_of_them_have_many_children(
 
 
 def test_one_walker_serves_several_walks_between_which_nodes_go() -> None:
-    """Else a purge looks through all nodes for each of the tenants that it takes out."""
+    """Otherwise a purge looks through all nodes for each of the tenants that it takes out."""
     tree, top = fanned()
     below, children = family(tree), tree.walker()
     for node in (*sorted(below[top])[3:6], top):
@@ -198,8 +198,8 @@ def test_one_walker_serves_several_walks_between_which_nodes_go() -> None:
 
 
 def test_a_walk_of_a_deep_tree_takes_little_memory() -> None:
-    """It held the labels of each node's whole path: GBs of a store of long chats, one node a turn,
-    for `impress inspect --tree`."""
+    """It held the labels of each node's whole path: GBs for `impress inspect --tree` in a store of
+    long chats, with one node per turn."""
     tree, n_nodes = RadixTree(SIZE), 2000
     above = tree.root(b"r")
     for span in range(n_nodes):

@@ -158,7 +158,7 @@ def resident(at, off, n_bytes):
 
 
 def held(ranges, at, off, n_bytes):
-    """The same on any device, as far as its books say."""
+    """The same for any device, as far as its books say."""
     if ranges.device == "cpu":
         return resident(at, off, n_bytes)
     pages = ranges._state[at.address].pages
@@ -354,7 +354,7 @@ def test_all_goes_back_to_the_device_with_the_last_view():
 
 
 def test_a_thread_that_has_run_nothing_on_the_device_is_in_its_context():
-    """As the one that puts memory ahead of need: the driver takes a thread's own context."""
+    """One such thread backs memory ahead of need: the driver goes by a thread's own context."""
     driver = Played()
     ranges = CudaRanges(0, None, driver)
     at = ranges.reserve(10 * PAGE)

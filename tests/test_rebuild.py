@@ -41,7 +41,7 @@ Open = Callable[..., impress.PrefixStore]
 
 
 def fill(open_store: Open, geometry: impress.Geometry, n: int = 6) -> Path:
-    """A store of n prompts and one that goes on from the first; closed."""
+    """A store, closed, of n prompts and one that continues the first."""
     with open_store(geometry) as store:
         for seed in range(n):
             put_prompt(store, prompt(256, seed))
@@ -59,7 +59,7 @@ def longer_prompt() -> np.ndarray:
 def test_a_rebuild_that_cannot_put_its_index_in_place_leaves_the_old_one(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old one was aside by then, and the new one was removed: the store did not open."""
+    """The old one had been set aside, and the new one was removed: the store did not open."""
     path, rename = fill(open_store, geometry), Path.rename
 
     def full(self: Path, target: Path) -> Path:
@@ -92,9 +92,9 @@ def test_a_lost_index_is_made_again(open_store: Open, geometry: impress.Geometry
 def test_a_rebuild_that_cannot_know_of_a_purge_says_so(
     open_store: Open, geometry: impress.Geometry, tmp_path: Path, lost: str
 ) -> None:
-    """Where a purge was cut off, only the index knows what is still to be erased. Without it that
-    was served again, and without a word where the whole folder was gone, or an older one that an
-    earlier rebuild had set aside was asked in its place."""
+    """Where a purge was cut off, only the index knows what is still to be erased. Without the index
+    that was served again, and silently where the whole folder was gone, or where an older index
+    that an earlier rebuild had set aside was asked instead."""
     store = open_store(geometry)
     put_prompt(store, prompt(128)).wait(60)
     if lost == "all but one set aside before":
@@ -102,7 +102,7 @@ def test_a_rebuild_that_cannot_know_of_a_purge_says_so(
         assert not rebuild_store(store.path).notes
         store = open_store(geometry)
     lease = store.lease(prompt(128))
-    assert store.purge() == (1, 1)  # the lease has it still
+    assert store.purge() == (1, 1)  # the lease still holds it
     left = tmp_path / "left by a crash"
     shutil.copytree(store.path, left)
     lease.release()
@@ -113,7 +113,7 @@ def test_a_rebuild_that_cannot_know_of_a_purge_says_so(
     else:
         shutil.rmtree(index)
     found = rebuild_store(left)
-    assert found.spans == 1  # it was whole before it was purged, for all that is known
+    assert found.spans == 1  # it was whole before the purge, and no more is known
     assert len(found.notes) == 1 and "where a purge was cut off, purge again" in found.notes[0]
 
 
@@ -121,13 +121,13 @@ def test_a_rebuild_that_cannot_know_of_a_purge_says_so(
 def test_a_rebuild_killed_between_its_renames_is_ended_by_whoever_writes_next(
     open_store: Open, geometry: impress.Geometry, tmp_path: Path, then: str
 ) -> None:
-    """Neither index was in place, and what the old one knew of a purge that was cut off depended on
-    which of their names were left."""
+    """Neither index was in place, and whether the old one's record of a cut-off purge was found
+    depended on which of their names were left."""
     store = open_store(geometry)
     for tenant in ("a", "b"):
         put_prompt(store, prompt(128), tenant=tenant).wait(60)
     lease = store.lease(prompt(128), tenant="a")
-    assert store.purge(tenant="a") == (1, 1)  # the lease has it still
+    assert store.purge(tenant="a") == (1, 1)  # the lease still holds it
     left = Path(shutil.copytree(store.path, tmp_path / "left by a crash"))
     lease.release()
     store.close()
@@ -147,7 +147,7 @@ def test_a_rebuild_killed_between_its_renames_is_ended_by_whoever_writes_next(
 def test_a_rebuild_that_fails_leaves_no_half_of_an_index(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """What it had written until the disk was full stayed there, beside the index, for good."""
+    """What it had written until the disk was full stayed beside the index for good."""
     path = fill(open_store, geometry)
     folder, full = path / "shards/main", os.strerror(errno.ENOSPC)
     before = {one.name for one in folder.iterdir()}
@@ -169,8 +169,8 @@ def test_a_rebuild_that_fails_leaves_no_half_of_an_index(
 def test_segments_that_cannot_be_listed_are_not_none(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """To an open they were missing, and the rebuild that it sent to put an index of nothing in the
-    place of one that names them all."""
+    """To an open they were missing, and the rebuild that it asked for replaced an index that names
+    them all with an empty one."""
     path = fill(open_store, geometry)
     said = f"shards/main/segments: {os.strerror(number)}$"
     with monkeypatch.context() as patch:
@@ -186,7 +186,7 @@ def test_segments_that_cannot_be_listed_are_not_none(
 
 
 def refusing(real: Callable[..., Any], name: str, number: int) -> Callable[..., Any]:
-    """A call of the system that fails for folders of this name."""
+    """A system call that fails for folders of this name."""
 
     def call(path: Any = ".") -> Any:
         if Path(os.fsdecode(path)).name == name:
@@ -200,8 +200,8 @@ def refusing(real: Callable[..., Any], name: str, number: int) -> Callable[..., 
 def test_a_file_that_somebody_left_among_the_segments_is_passed_over(
     open_store: Open, geometry: impress.Geometry, name: str
 ) -> None:
-    """Its name was taken for a number: no open, no rebuild, a ValueError. Of a number written in
-    another way, taken for the same segment: an AssertionError."""
+    """Its name was taken for a number: open and rebuild failed with a ValueError. A number written
+    in another way was taken for the same segment: an AssertionError."""
     path = fill(open_store, geometry)
     segments = path / "shards/main/segments"
     shutil.copy(segments / "00000000.seg", segments / name)
@@ -215,7 +215,7 @@ def test_a_file_that_somebody_left_among_the_segments_is_passed_over(
 def test_what_a_short_process_cannot_open_is_not_taken_for_damaged(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rebuild left out what it had no file descriptor for, and verify called it bad."""
+    """A rebuild left out spans that it had no file descriptor for, and verify called them bad."""
     path = fill(open_store, geometry)
 
     def short(_ssd: SsdTier, *_reads: object) -> None:
@@ -235,7 +235,7 @@ def test_a_damaged_index_is_set_aside(open_store: Open, geometry: impress.Geomet
     data = path / "shards/main/index/data.mdb"
     data.write_bytes(data.read_bytes()[: 3 * PAGE])
     with pytest.raises(impress.FormatError, match=r"cut short.*impress rebuild"):
-        open_store(geometry)  # it once stayed open, and was found again after the rebuild
+        open_store(geometry)  # the index once stayed open, and was found again after the rebuild
     done = CliRunner().invoke(app, ["rebuild", "--store", str(path), "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["spans"] == 7
     assert (path / "shards/main/index.old/data.mdb").exists()
@@ -245,7 +245,7 @@ def test_a_damaged_index_is_set_aside(open_store: Open, geometry: impress.Geomet
 def test_an_index_whose_last_pages_lmdb_counted_and_never_wrote_is_whole(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """One transaction took them and gave them back. It was refused as cut short, for good."""
+    """One transaction took them and gave them back: the index was refused as cut short for good."""
     with open_store(geometry) as store:
         assert put_prompt(store, prompt(256)).wait(60)
         folder = store.path / "shards/main/index"
@@ -283,7 +283,7 @@ def test_an_index_is_whole_exactly_as_far_as_its_pages_reach(seed: int) -> None:
                             txn.delete(key, db=db)
         n_pages = path.stat().st_size // 4096
         assert _holds_its_trees(path, 4096, n_pages)
-        while _holds_its_trees(path, 4096, n_pages - 1):  # free ones
+        while _holds_its_trees(path, 4096, n_pages - 1):  # free pages at the end
             n_pages -= 1
         os.truncate(path, n_pages * 4096)
         with lmdb.open(name, max_dbs=8, readonly=True, lock=False) as env:
@@ -297,11 +297,11 @@ def test_an_index_is_whole_exactly_as_far_as_its_pages_reach(seed: int) -> None:
 def test_an_index_that_grows_while_it_is_looked_at_is_not_cut_short(
     tmp_path: Path, is_written: bool
 ) -> None:
-    """Between a look at its size and one at its pages its writer may commit: a sound index beside a
-    live writer was to be rebuilt."""
+    """Between a look at its size and one at its pages, its writer may commit: a sound index with a
+    live writer was then said to need a rebuild."""
 
     class Growing:
-        """What LMDB says, and a file that has not all of it yet, as it was a moment ago."""
+        """What LMDB says, and a file that does not have all of it yet, as it was a moment ago."""
 
         n = 0
 
@@ -332,7 +332,7 @@ def test_an_index_that_grows_while_it_is_looked_at_is_not_cut_short(
 def test_a_flipped_count_of_uses_is_counted_anew(
     open_store: Open, geometry: impress.Geometry, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They have no checksum. A store did not open, or learnt and promoted nothing any more."""
+    """Counts have no checksum. A store did not open, or no longer learnt or promoted anything."""
     with open_store(geometry) as store:
         assert put_prompt(store, prompt(256)).wait(60)
         assert_serves(store, prompt(256), 256)
@@ -349,7 +349,7 @@ def test_a_flipped_count_of_uses_is_counted_anew(
             assert_serves(again, prompt(256), 256)
             wait_for_promotions(again)
         assert again.stats()["promoted_bytes"]
-        assert_serves(open_store(geometry), prompt(256), 256)  # who follows reads it too
+        assert_serves(open_store(geometry), prompt(256), 256)  # a follower reads it too
     assert not caplog.records
     assert_serves(open_store(geometry), prompt(256), 256)
 
@@ -405,9 +405,9 @@ by_page("shards/main/index/data.mdb", look)
 
 
 def test_damage_that_lmdb_notices_is_one_line_wherever_it_does(tmp_path: Path) -> None:
-    """Bit flips found it: the error of the third database read came out as LMDB's own.
+    """Bit flips found it: the error of the third database that is read came out as LMDB's own.
 
-    In processes of their own: some damage LMDB answers by ending the process.
+    In processes of their own: LMDB answers some damage by ending the process.
     """
     command = [sys.executable, "-c", _BY_PAGE + _ALONE, str(tmp_path)]
     done = subprocess.run(
@@ -444,7 +444,7 @@ by_page("shards/1/index/data.mdb", look)
 def test_damage_in_one_shards_index_leaves_the_others_to_be_opened_and_read(
     tmp_path: Path, mode: str
 ) -> None:
-    """A page that cannot be read kept every writer of another shard, and every reader, out."""
+    """A page that cannot be read kept out every writer of another shard, and every reader."""
     command = [sys.executable, "-c", _BY_PAGE + _BESIDE, str(tmp_path), mode]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT
@@ -508,7 +508,7 @@ def test_a_sector_that_cannot_be_read_costs_what_lies_there_and_no_more(
 ) -> None:
     """One EIO ended the command, which named no file and found no span of any segment.
 
-    Where other pages lay before it in the same read there was no error, and what lay behind was
+    Where other pages lay before it in the same read there was no error, and those after it were
     left out without a word.
     """
     path = fill(open_store, geometry)
@@ -572,7 +572,7 @@ def test_nothing_to_rebuild_is_one_line(tmp_path: Path) -> None:
 def leave_header(
     store: impress.PrefixStore, of: SpanRecord, span: int, *, rows: bool = False
 ) -> None:
-    """What a repack that was cut off leaves in free space: a copy's header; its rows, or not."""
+    """What a cut-off repack leaves in free space: a copy's header, with or without its rows."""
     header = read_header(store.ssd, of)
     (meta,) = store.ssd.reserve(of.meta.length).parts
     data = store.ssd.reserve(of.data_bytes)
@@ -591,9 +591,9 @@ def leave_header(
 def test_a_copy_that_a_power_cut_tore_takes_nothing_with_it(
     open_store: Open, geometry: impress.Geometry, span: int
 ) -> None:
-    """A sound span gave way to a newer header first, which was then dropped: both were gone.
+    """A sound span gave way to a newer header, which was only then dropped: both were gone.
 
-    Under the same id too: one that no commit had named was given out again.
+    Also under the same id: an id that no commit had named was given out again.
     """
     with open_store(geometry) as store:
         for seed in (9, 1):

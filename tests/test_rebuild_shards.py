@@ -1,4 +1,4 @@
-"""What is lost beside segments, an identity or an index, made again from several shards or one."""
+"""An identity or an index lost from beside segments, made again from several shards or from one."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def two_shards(open_store: Open, geometry: impress.Geometry, full: int | None) -
 def test_a_lost_identity_is_found_whatever_shard_has_a_span(
     open_store: Open, geometry: impress.Geometry, full: int, dry_run: bool
 ) -> None:
-    """A shard without any ended the rebuild: "no store here"."""
+    """A shard without any span ended the rebuild: "no store here"."""
     path = two_shards(open_store, geometry, full)
     file = path / "impress.json"
     said = file.read_text()
     file.unlink()
-    for mode in ("rw", "r"):  # not: nothing is stored here, or: some other folder
+    for mode in ("rw", "r"):  # not "nothing is stored here" or "some other folder"
         with pytest.raises(impress.FormatError, match=r"json is missing; impress rebuild makes"):
             open_store(geometry, mode=mode)
     found = rebuild_store(path, dry_run=dry_run)
@@ -64,7 +64,7 @@ def test_without_an_identity_and_any_span_there_is_nothing_to_rebuild(
 def test_an_index_whose_file_holds_nothing_is_not_begun_anew(
     open_store: Open, geometry: impress.Geometry, lost: str
 ) -> None:
-    """Its segments were free then: a wrong purge, or the next store, took what a rebuild finds."""
+    """Its segments counted as free: a wrong purge, or the next store, took what a rebuild finds."""
     store = open_store(geometry)
     assert put_prompt(store, prompt(256)).wait(60)
     store.close()
@@ -78,7 +78,7 @@ def test_an_index_whose_file_holds_nothing_is_not_begun_anew(
         with pytest.raises(impress.FormatError, match=r"main is missing; impress rebuild"):
             open_store(geometry, mode=mode)
     assert any("missing" in problem.what for problem in verify_store(path).problems)
-    assert not data.exists() or not data.stat().st_size  # no look began one either
+    assert not data.exists() or not data.stat().st_size  # no look made one either
     assert rebuild_store(path).spans == 1
     assert_serves(open_store(geometry), prompt(256), 256)
 
@@ -88,7 +88,7 @@ def test_a_shard_that_cannot_be_read_is_named_and_the_others_are_rebuilt(
     open_store: Open, geometry: impress.Geometry, bad: int
 ) -> None:
     """One file that could not be opened ended it for all: of two shards that lost their indexes
-    neither was served, or one was made again and nobody told."""
+    neither was served, or one was made again without a word."""
     shards = [open_store(geometry, shard=n, follow_every_s=0) for n in (0, 1)]
     for n, store in enumerate(shards):
         assert put_prompt(store, prompt(256, n)).wait(60)
@@ -149,7 +149,7 @@ def test_segments_that_hold_no_span_are_not_sent_to_a_rebuild_by_the_rebuild(
 
 
 def test_a_segment_that_is_gone_is_called_so(open_store: Open, geometry: impress.Geometry) -> None:
-    """Opened for writing, "two spans claim the same space" was said of a store with one span."""
+    """An open for writing said "two spans claim the same space" of a store with one span."""
     path = two_shards(open_store, geometry, 0)
     (path / "shards/main/segments/00000000.seg").unlink()
     with pytest.raises(impress.FormatError, match=r"do not agree \(segment 0 is missing\)"):
@@ -159,8 +159,8 @@ def test_a_segment_that_is_gone_is_called_so(open_store: Open, geometry: impress
 def test_of_what_is_noted_to_be_erased_another_shards_ids_are_none_that_a_rebuild_goes_on_from(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """In a folder that was renamed: the highest id was theirs, its own ids counted for nothing, and
-    another span got that of one whose header lies there yet."""
+    """In a renamed folder the highest id was theirs, so its own ids counted for nothing, and
+    another span got the id of one whose header still lies there."""
     with open_store(geometry, shard=0, repack_every_s=0) as store:
         for seed in (1, 2):
             assert put_prompt(store, prompt(128, seed)).wait(60)

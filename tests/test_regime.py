@@ -57,8 +57,8 @@ def test_where_the_caches_go_by_last_use_so_does_what_they_would_hold() -> None:
 
 
 def test_spans_of_one_prefix_do_not_each_have_all_the_room() -> None:
-    """Those first asked for together have the same uses for ever: a prefix twenty times as large as
-    the caches seemed to lie there whole."""
+    """Spans first asked for together have the same uses for ever: a prefix twenty times as large as
+    the caches seemed to lie in them whole."""
     whole = IfWhole()
     prefix = [span(i) for i in range(20)]
     for _ in range(3):
@@ -89,7 +89,7 @@ def test_of_too_many_spans_those_used_least_are_forgotten(monkeypatch: pytest.Mo
 def test_a_prefix_with_more_new_spans_than_there_is_room_for_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where all others were used more, its second took the place of its first, and the request
+    """When all others were used more, its second span took the first one's place, and the request
     failed with a KeyError."""
     monkeypatch.setattr(regime, "_MOST", 3)
     whole = IfWhole()
@@ -107,8 +107,8 @@ def test_a_prefix_with_more_new_spans_than_there_is_room_for_is_no_error(
 def turns(
     r: Regime, n: int, took_s: float, other_s: float = 1.0, hoped_s: float | None = None
 ) -> list[int]:
-    """At which of n requests it turned. They take what was expected; `other_s`: in the second
-    regime, until it turns there; in the second what was noted in the first."""
+    """At which of n requests it turned. They take what was expected; the other regime takes
+    `other_s` until it turns to the second, and then what was noted in the first."""
     found = []
     for i in range(n):
         hoped = took_s if hoped_s is None else hoped_s
@@ -119,8 +119,8 @@ def turns(
 
 
 def test_it_turns_where_that_seems_worth_a_try_and_not_by_a_few_requests() -> None:
-    """The first time also where it seems dearer: what reading a prefix takes that lies in the
-    caches is not known before."""
+    """The first time, even where it seems dearer: how long it takes to read a prefix that lies in
+    the caches is not known before."""
     assert turns(Regime(), 200, 1.0, 1.6) == []
     assert turns(Regime(), 96, 1.0, 1.4) == [95]  # 64 requests until the caches are filled, and 32
 
@@ -146,8 +146,8 @@ def test_the_second_try_needs_better_hope_than_the_first() -> None:
 
 
 def test_it_gives_up_early_where_what_was_hoped_for_is_not_to_be_had() -> None:
-    """Of few requests that read everything it is not known what those would take that find
-    everything in the caches: soon it is."""
+    """After few requests that read everything, it is not known how long those take that find
+    everything in the caches; soon it is."""
     r = Regime()
     tried(r)
     assert turns(r, 64, 1.0, hoped_s=1.3) == [15] and not r.whole
@@ -157,8 +157,8 @@ def test_it_gives_up_early_where_what_was_hoped_for_is_not_to_be_had() -> None:
 
 
 def test_a_gain_may_take_its_time_to_show() -> None:
-    """Caches that had long held what is chosen had not followed after 80 requests, and a tenth that
-    requests took less from then on was given up."""
+    """Caches that had long held chosen rows had not followed after 80 requests, and the tenth by
+    which requests took less from then on was given up."""
     r = Regime()
     tried(r)
     assert turns(r, 64 + 40, 1.05) == []
@@ -175,7 +175,7 @@ def test_it_stays_while_it_gains_and_is_then_tried_again_at_once() -> None:
 
 
 def test_after_thousands_of_requests_the_other_is_looked_at_again() -> None:
-    """What it is held against is of long ago by then."""
+    """By then the seconds it is compared with date from long ago."""
     r, lasted = Regime(), []
     for _ in range(3):
         lasted += [turns(r, 96, 1.0), turns(r, 64 + 4096, 0.95)]
@@ -191,7 +191,7 @@ def test_a_stall_is_no_reason_to_turn() -> None:
 
 
 def test_a_machine_that_became_slower_did_so_for_the_other_regime_too() -> None:
-    """What is out from the start says only that the costs of then are off where they are asked."""
+    """A ratio off from the start says only that the earlier costs are off where they are asked."""
     r = Regime()
     tried(r)
     for _ in range(200):
@@ -205,8 +205,8 @@ def test_a_machine_that_became_slower_did_so_for_the_other_regime_too() -> None:
 
 
 def test_each_prefix_is_held_against_what_it_took_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one that was not asked for then the mean is taken, by its bytes: conversations that grow
-    are never the same prefix again, and the regime was not compared with anything any more."""
+    """For one that was not asked for then, the mean is taken, by its bytes: growing conversations
+    are never the same prefix again, and the regime was no longer compared with anything."""
     monkeypatch.setattr(regime, "_MOST", 2)
     r = Regime()
     for i in [0] * 64 + [0, 1, 0, 2]:  # at first the caches are not filled
@@ -227,7 +227,7 @@ def test_each_prefix_is_held_against_what_it_took_itself(monkeypatch: pytest.Mon
 
 
 class Machine:
-    """Caches that follow scores at once, and what requests take there, in ms. Four tenths of each
+    """Caches that follow scores at once, and how many ms requests take there. Four tenths of each
     prefix are chosen."""
 
     CHOSEN, ROOM, SIZE = 0.4, 7.0, 1 << 20
@@ -255,7 +255,7 @@ class Machine:
         )  # fmt: skip
 
     def serve(self, prefix: int, mode: str) -> float:
-        """What it takes."""
+        """The ms that the request takes."""
         chosen, rest = self.held()[prefix]
         if mode == "recompute":
             return 500.0
@@ -270,8 +270,8 @@ class Machine:
         return fixed + read * cold
 
 
-#: Where choosing costs more than reading what lies in the caches, and where it costs less: what a
-#: sparse and an exact request take, with nothing to read from the SSD, and for all of it.
+#: Where choosing costs more than reading what lies in the caches, and where it costs less. Each is
+#: (sparse, exact): a request's ms with nothing to read from the SSD, and more ms to read it all.
 DEAR, CHEAP = ((100, 60), (55, 110)), ((200, 250), (230, 420))
 
 
@@ -280,7 +280,7 @@ def taken(
     slower: float = 1.0, seed: int = 0,
 ) -> float:  # fmt: skip
     """Mean ms of the last 300 of 600 requests, prefixes by Zipf's law; from the 250th on, all take
-    so many times as long."""
+    `slower` times as long."""
     machine, rates, ms = Machine(24, *costs), Rates(), []
     rates.note_forward("recompute", 5064, 0.5)
     popularity = 1 / np.arange(1, 25) ** 0.9
@@ -299,16 +299,16 @@ def taken(
 
 
 def test_hot_prefixes_are_read_whole_where_choosing_costs_more_than_it_saves() -> None:
-    """Estimates of reading everything were of caches that hold what is important of all prefixes;
-    that those asked for most could lie there whole never came out, and requests took 1.2 times as
+    """Estimates of reading everything assumed caches with what is important of all prefixes; that
+    those asked for most could lie there whole never came out, and requests took 1.2 times as
     long as if everything had been read."""
     chosen, whole = taken(DEAR, "sparse"), taken(DEAR, "exact")
     assert whole < 0.95 * chosen
-    assert taken(DEAR) < 0.99 * whole  # of the others rows are still chosen
+    assert taken(DEAR) < 0.99 * whole  # rows of the others are still chosen
 
 
 def test_a_machine_that_has_become_slower_does_not_speak_for_what_was_before() -> None:
-    """What requests took before the change was held against what they take now: a disk that gave a
+    """The time requests took before the change was compared with their time now: a disk that gave a
     tenth less sent them back to the dearer way."""
     assert taken(DEAR, slower=1.3, seed=2) < 1.3 * 0.98 * taken(DEAR, "exact", seed=2)
 
@@ -330,7 +330,7 @@ def test_a_request_that_went_another_way_tells_nothing() -> None:
     rates.choose("sparse", 5064, stored)
     begun = rates._regime._n
     rates.note_request("recompute", 0.5)
-    rates.note_request("sparse", 0.21)  # of no request that was chosen for
+    rates.note_request("sparse", 0.21)  # for no request that had a choice
     assert rates._regime._n == begun
     rates.choose("sparse", 5064, stored)
     rates.note_request("sparse", 0.21)
@@ -355,7 +355,7 @@ def test_an_engine_reads_whole_what_its_caches_would_hold(tmp_path: Path) -> Non
         rates.note_forward("recompute", HIT, 1e6)
         for mode in ("sparse", "exact"):
             rates.note_read(mode, Stored(HIT, 3, n_bytes, n_bytes), 1e3)
-        rates._regime.whole = True  # as where that was found to be cheaper
+        rates._regime.whole = True  # as if that was found to be cheaper
         engine.generate(ids, max_new_tokens=1)
         assert engine.last_request.mode == "exact" and engine.last_request.hit_tokens == HIT
         assert "the caches hold whole what is asked for most" in engine.last_request.why

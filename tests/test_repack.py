@@ -107,9 +107,9 @@ def test_a_plan_keeps_rows_in_their_group_and_the_next_plan_moves_nothing(
 @pytest.mark.parametrize("row_bytes", [256, 1024])
 @pytest.mark.parametrize("stable", [0.0, 0.05])
 def test_no_order_is_made_from_chance_again_and_again(row_bytes: int, stable: float) -> None:
-    """What an order saves was counted by the requests it was made from. Where these choose by
-    chance, or always alike but for chance, each pass found 10 to 30 % more to save in the last
-    one's order, which there was not, and wrote the span again: forty times its bytes in forty."""
+    """An order's saving was counted on the requests it was made from. Where these choose by chance,
+    or always alike but for chance, each pass found 10 to 30 % more to save on the last one's order,
+    where nothing was, and wrote the span again: forty times its bytes in forty passes."""
     rng, plane, n_rows = np.random.default_rng(3), PlaneLayout.of(row_bytes, 64), 2048
     law = np.where(rng.random(n_rows) < stable, 0.8, 0.02 if stable else 0.05)  # never changes
     known, order, said = Remembered.empty(1, n_rows // 64, 64), None, []
@@ -122,7 +122,7 @@ def test_no_order_is_made_from_chance_again_and_again(row_bytes: int, stable: fl
                 said.append(plan.gain)
                 order = RowOrder.of(plan.slots)
     assert len(said) == (1 if stable else 0)
-    if order is not None:  # and what it said is so
+    if order is not None:  # and what it said is true
         own = law[None].astype(np.float32)
         costs = [expected(own[0][slots], plane) for slots in (np.arange(n_rows), order.slots(0))]
         before, after = (cost.n_bytes + cost.requests * (16 << 10) for cost in costs)
@@ -132,7 +132,7 @@ def test_no_order_is_made_from_chance_again_and_again(row_bytes: int, stable: fl
 def test_what_one_request_alone_chose_is_no_order(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Nothing tells what is chance in it."""
+    """Nothing tells which of its choices are chance."""
     store = open_store(geometry)
     put_prompt(store, prompt(256)).wait(60)
     look(store, prompt(256), times=1)
@@ -144,8 +144,8 @@ def test_what_one_request_alone_chose_is_no_order(
 def test_what_was_moved_by_what_requests_chose_does_not_go_back_to_its_first_order(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """An index of before had one half of what is known: the importance given at the first store
-    seemed to be all there was, and spans were written back to it."""
+    """An older index had one half of what is known: the importance given at the first store seemed
+    to be all there was, and spans were written back to that order."""
     store = open_store(geometry)
     importance = np.random.default_rng(9).random((geometry.n_layers, 256)).astype(np.float32)
     put_prompt(store, prompt(256), importance=importance).wait(60)
@@ -210,7 +210,7 @@ def sound(store: impress.PrefixStore) -> None:
 def test_the_order_of_a_copy_is_counted_before_it_is_made(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """What a pass may write, and a day, went by the header of the span, which had no order yet."""
+    """What a pass and a day may write went by the span's old header, which had no order yet."""
     store = open_store(geometry)
     tokens = prompt(2048)  # an order of two pages
     put_prompt(store, tokens, wait_s=30).wait(60)
@@ -321,13 +321,13 @@ def test_fewer_bytes_are_read_after_than_before(open_store: Open) -> None:
 def test_a_split_node_finds_its_rows_in_its_own_chunks_after_a_repack(
     open_store: Open, geometry: impress.Geometry, known: str
 ) -> None:
-    """Where requests had shown too little to make an order by, this was not looked at either."""
+    """Where requests had shown too little to make an order from, split nodes were ignored, too."""
     store = open_store(geometry, window=WINDOW, dram_bytes=0)
     a = prompt(256)
     b = np.concatenate([a[:112], prompt(144, seed=3)])
     put_prompt(store, a, importance=scores_of(2, 256)).wait(60)
     look(store, a, times={"nothing": 0, "one request": 1}.get(known, 16))
-    if known == "one half of many":  # of an index of before
+    if known == "one half of many":  # as in an older index
         (one,) = store.history._spans.values()
         one.halves[1], one.seen[1] = 0, 0
     put_prompt(store, b, importance=scores_of(2, 256)).wait(60)
@@ -351,8 +351,8 @@ def test_a_split_node_finds_its_rows_in_its_own_chunks_after_a_repack(
 def test_what_cut_a_node_leaves_no_second_read_of_a_packed_span(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Each part of a node that was cut was read by itself: of a packed span, all of it each time,
-    also when what had cut it was gone."""
+    """Each part of a node that was cut was read by itself: with a packed span, all of it each time,
+    even when what had cut it was gone."""
     store = open_store(geometry, window=WINDOW, dram_bytes=0)
     a = prompt(256)
     others = [np.concatenate([a[:n], prompt(256 - n, seed=n)]) for n in (64, 128, 192)]
@@ -374,7 +374,7 @@ def test_what_cut_a_node_leaves_no_second_read_of_a_packed_span(
 def test_of_a_packed_span_only_chunks_that_hold_wanted_rows_are_read(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """A prompt that shares a part had all read that lies between its rows' first and last chunk."""
+    """A prompt that shares a part read everything between its rows' first and last chunk."""
     store = open_store(geometry, window=WINDOW, dram_bytes=0)
     a = prompt(256)
     put_prompt(store, a, importance=scores_of(2, 256)).wait(60)
@@ -395,7 +395,7 @@ def test_of_a_packed_span_only_chunks_that_hold_wanted_rows_are_read(
 
 
 def test_a_node_cut_off_near_the_end_of_a_span_is_no_reason_to_move_it() -> None:
-    """Its chunks were counted by themselves, though nobody reads it but behind the rest."""
+    """Its chunks were counted by themselves, though nobody reads them except after the rest."""
     rng, planes = np.random.default_rng(0), [PlaneLayout.of(1024, WINDOW)] * 2
     rows = rng.permutation(10 * WINDOW)
     order = RowOrder.of(np.stack([rows] * 2))
@@ -415,7 +415,7 @@ def test_a_node_cut_off_near_the_end_of_a_span_is_no_reason_to_move_it() -> None
 def test_what_requests_chose_is_saved_with_the_swap(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was saved later, and lost with the process, or where later spans pushed it out before."""
+    """It was saved later, and lost if the process ended or later spans pushed it out before."""
     prompts = [prompt(256, seed) for seed in range(4)]
     store = open_store(geometry)
     for tokens in prompts:
@@ -425,7 +425,7 @@ def test_what_requests_chose_is_saved_with_the_swap(
     store.close()
     (one, *_) = known.values()
     monkeypatch.setattr("impress.write.home.budget_of", lambda dram_bytes: 5 * one.size)
-    store = open_store(geometry)  # two spans' at most are in memory
+    store = open_store(geometry)  # the histories of at most two spans are in memory
     tick = store.index.history_tick()
     store.history.request([])
     assert store.repack().moved == 4
@@ -471,7 +471,7 @@ def test_a_lease_held_across_a_repack_reads_the_old_rows_to_the_end(
 def test_who_ends_the_last_lease_of_what_moved_erases_nothing(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was erased and synced by that thread: an engine's, at the end of a request."""
+    """That thread, an engine's at the end of a request, erased and synced the span."""
     store, by = open_store(geometry, dram_bytes=0, follow_every_s=0), []
     put_prompt(store, prompt(256)).wait(60)
     look(store, prompt(256))
@@ -500,7 +500,7 @@ def test_what_moved_is_erased_where_it_was(open_store: Open, geometry: impress.G
     (old,) = store.catalog.records()
     with store.lease(prompt(256)):
         assert store.repack().moved == 1
-        assert store.purge() == (1, 2)  # held: it, and the copy that it moved from
+        assert store.purge() == (1, 2)  # still held: it, and the copy it moved from
     store.flush()
     for part in (old.meta, *old.parts):
         raw = (store.ssd.folder / f"{part.segment:08d}.seg").read_bytes()
@@ -587,7 +587,7 @@ def test_a_pass_keeps_to_its_bounds_and_says_so(
 def test_spans_that_moved_and_are_still_read_count_as_space_of_the_repacker(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each copy alone was held against repack_space_bytes: under long leases they added up."""
+    """Only single copies were held against repack_space_bytes: under long leases they added up."""
     monkeypatch.setattr("impress.write.reclaim.YIELD_TIMEOUT_S", 0.0)
     store = open_store(geometry, repack_space_bytes=3 * 128 * geometry.token_bytes)
     leases = []
@@ -608,7 +608,7 @@ def test_spans_that_moved_and_are_still_read_count_as_space_of_the_repacker(
 def test_what_is_dead_between_two_windows_that_live_is_no_reason_to_copy_the_rest(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Nothing was left out, and every pass copied the span again."""
+    """The copy left nothing out, and every pass copied the span again."""
     store = open_store(geometry, window=WINDOW)
     put_prompt(store, prompt(256)).wait(60)
     (record,) = store.catalog.records()
@@ -623,8 +623,8 @@ def test_what_is_dead_between_two_windows_that_live_is_no_reason_to_copy_the_res
 
 
 def in_holes(store: impress.PrefixStore) -> tuple[np.ndarray, int]:
-    """A full store, a prompt in it that a pass would move, and what is free: holes that each are
-    too small for a copy of it, and for a part of a megabyte. (The prompt, its span.)"""
+    """Fills a store with a prompt that a pass would move, and leaves only free holes too small for
+    a copy of it, or for a part of a megabyte. Returns (the prompt, its span)."""
     large = prompt(192, seed=99)
     put_prompt(store, large).wait(60)
     for seed in range(12):
@@ -638,7 +638,7 @@ def in_holes(store: impress.PrefixStore) -> tuple[np.ndarray, int]:
 def test_a_copy_fits_into_the_holes_that_a_store_would_take(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """It wanted parts of a megabyte: of a full disk in holes nothing that was dead came back."""
+    """It wanted parts of a megabyte: on a full disk of holes no dead space came back."""
     store = open_store(geometry, dram_bytes=0, disk_bytes=4 * MIB, disk_high=1.0, disk_low=1.0)
     large, span = in_holes(store)
     assert store.stats()["evicted_spans"] == 0
@@ -653,7 +653,7 @@ def test_a_copy_fits_into_the_holes_that_a_store_would_take(
 def test_nothing_is_evicted_for_a_copy_under_way(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its room counted as filled: a flush meanwhile evicted prompts down to the low mark."""
+    """The copy's room counted as filled: a flush meanwhile evicted prompts down to the low mark."""
     marks = {"disk_bytes": 4 * MIB, "disk_high": 0.8, "disk_low": 0.5}
     store = open_store(geometry, dram_bytes=0, **marks)
     for seed in range(6):
@@ -677,7 +677,7 @@ def test_nothing_is_evicted_for_a_copy_under_way(
 
 @pytest.fixture
 def nearly_full(open_store: Open, geometry: impress.Geometry) -> impress.PrefixStore:
-    """Another prompt takes it to its high mark, a copy of a span beside that would be over it."""
+    """A store that one more prompt takes to its high mark; a copy beside it would be over that."""
     marks = {"disk_bytes": 4 * MIB, "disk_high": 0.8, "disk_low": 0.5}
     store = open_store(geometry, dram_bytes=0, **marks)
     for seed in range(5):
@@ -696,8 +696,8 @@ def assert_a_store_evicts_nothing(store: impress.PrefixStore) -> None:
 def test_a_span_that_leaves_while_it_is_counted_has_no_other_leave(
     nearly_full: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """What went from one list of the leaving to the next was on neither as they were read: it
-    counted as filled, and a store beside the end of a lease had most of the others evicted."""
+    """A span that went from one list of the leaving to the next was on neither as they were read:
+    it counted as filled, and a store at the end of a lease had most of the others evicted."""
     store, over = nearly_full, list[bool]()
     lease = store.lease(prompt(128, 0))
     assert store.repack().moved == 1  # the old span goes when that lease ends
@@ -719,13 +719,13 @@ def test_a_span_that_leaves_while_it_is_counted_has_no_other_leave(
     monkeypatch.setattr(of, name, looked)
     assert_a_store_evicts_nothing(store)
     ends.join()
-    assert over == [when != "leaving"]  # it never is half gone as that is counted
+    assert over == [when != "leaving"]  # it is never half gone as that is counted
 
 
 def test_a_copy_that_comes_to_nothing_while_it_is_counted_has_no_span_leave(
     nearly_full: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its space was asked for first, and then whose it is: by then nobody's."""
+    """What is used was asked for first, and then its owners: by then the copy's space had none."""
     store, under_way, ends = nearly_full, threading.Event(), threading.Event()
     assert store._repacker is not None
     leaving = store._home.leaving
@@ -754,7 +754,7 @@ def test_a_copy_that_comes_to_nothing_while_it_is_counted_has_no_span_leave(
 def test_a_copy_that_begins_while_it_is_counted_has_no_span_leave(
     nearly_full: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was used was asked for last: the copy's space was in it, and was nobody's."""
+    """What is used was asked for last: it included the copy's space, which had no owner yet."""
     store, begins, ends = nearly_full, [1], threading.Event()
     assert store._repacker is not None
     leaving = store._home.leaving
@@ -786,8 +786,8 @@ def test_a_copy_that_begins_while_it_is_counted_has_no_span_leave(
 def test_a_command_with_little_memory_keeps_what_a_server_learnt_of_a_long_prefix(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`impress repack` has 4 MiB for histories: of a span whose takes more it knew nothing, moved
-    it back to the order of its first store, and deleted what requests had shown."""
+    """`impress repack` has 4 MiB for histories: it knew nothing of a span whose history takes more,
+    moved it back to the order of its first store, and deleted what requests had shown."""
     store = open_store(geometry, window=WINDOW)
     put_prompt(store, prompt(256), importance=scores_of(2, 256)).wait(60)
     look(store, prompt(256), seed=9, times=16)
@@ -806,7 +806,7 @@ def test_a_command_with_little_memory_keeps_what_a_server_learnt_of_a_long_prefi
 def test_a_copy_whose_space_is_just_being_found_has_no_span_leave(
     nearly_full: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows had theirs, its header had none yet, for which a segment may have to be made."""
+    """Its rows had their space; its header, which may need a new segment, did not yet."""
     store, reserve, n = nearly_full, nearly_full.ssd.reserve, [0]
 
     def reserved(*args: int) -> Slot | None:
@@ -827,7 +827,7 @@ def test_a_copy_whose_space_is_just_being_found_has_no_span_leave(
 def test_a_copy_that_came_to_nothing_counts_in_a_passs_bytes(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Only copies that took a place were counted: a pass of bad spans wrote without a bound."""
+    """Only copies that took their place were counted: a pass of bad spans wrote without a bound."""
     store = open_store(geometry, dram_bytes=0)
     for seed in range(3):
         put_prompt(store, prompt(256, seed)).wait(60)
@@ -842,7 +842,7 @@ def test_a_copy_that_came_to_nothing_counts_in_a_passs_bytes(
 def test_a_pass_of_a_store_that_closes_lets_go_of_its_spans(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """It held each span that it did not look at any more, and gave none of them back."""
+    """It held every span that it no longer looked at, and gave none of them back."""
     store = open_store(geometry)
     put_prompt(store, prompt(256)).wait(60)
     look(store, prompt(256))
@@ -857,7 +857,7 @@ def test_a_pass_of_a_store_that_closes_lets_go_of_its_spans(
 def test_a_dry_run_stops_where_the_run_does(
     open_store: Open, geometry: impress.Geometry, bound: str
 ) -> None:
-    """What would have moved before was not counted: all three would, and one did."""
+    """What would have moved earlier was not counted: all three would move, and one did."""
     daily = 8 * MIB if bound == "daily_write_bytes" else None
     store = open_store(geometry, daily_write_bytes=daily)
     for seed in range(3):
@@ -879,8 +879,8 @@ def test_a_dry_run_stops_where_the_run_does(
 def test_a_dry_run_sees_the_holes_and_a_disk_that_takes_no_writes(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """It went by sums of bytes, and asked nobody whether the disk takes writes: it promised moves
-    that the run then had no room for, or was refused."""
+    """It added up bytes, and did not ask whether the disk takes writes: it promised moves for which
+    the run then had no room, or was refused."""
     store = open_store(geometry, dram_bytes=0, disk_bytes=4 * MIB, disk_high=1.0, disk_low=1.0)
     large, _ = in_holes(store)
     taken = []
@@ -906,7 +906,7 @@ def test_a_dry_run_sees_the_holes_and_a_disk_that_takes_no_writes(
 def test_a_dry_run_on_a_full_file_system_counts_on_no_new_segment(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without disk_bytes every copy had room, though the run had just been refused it."""
+    """Without disk_bytes every copy seemed to have room, though the run had just been refused."""
     store = open_store(geometry, dram_bytes=0)
     put_prompt(store, prompt(256)).wait(60)
     look(store, prompt(256))
@@ -926,7 +926,7 @@ def test_a_dry_run_on_a_full_file_system_counts_on_no_new_segment(
 def test_headers_are_read_at_the_pace_too(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dry run over all spans read as fast as the disk gave, beside whoever was served."""
+    """A dry run over all spans read as fast as the disk could, beside requests being served."""
     store, gone = open_store(geometry), []
     for seed in range(2):
         put_prompt(store, prompt(256, seed)).wait(60)
@@ -959,7 +959,7 @@ def test_the_background_looks_at_what_was_leased_since(
 def test_the_repackers_thread_outlives_what_it_cannot_say(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """A handler of the log's that raised, or no memory to wait with, ended it for good."""
+    """A handler of the log that raised, or no memory to wait with, ended it for good."""
     passes, again, wait, first = [], threading.Event(), Signal.wait, threading.Event()
 
     def leased(_repacker: Any) -> None:
@@ -988,7 +988,7 @@ def test_the_repackers_thread_outlives_what_it_cannot_say(
 def test_what_ends_a_pass_leaves_those_behind_it_due(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All were noted as looked at before it began: they waited for eight leases more."""
+    """All were noted as looked at before the pass began: they waited for eight leases more."""
     store = open_store(geometry)
     for seed in range(2):
         put_prompt(store, prompt(256, seed)).wait(60)
@@ -1082,7 +1082,7 @@ def test_a_span_that_goes_bad_while_it_is_copied_is_left_alone(
 def test_a_header_without_room_gives_back_the_room_for_rows(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Where no segment can be made (out of files, say) a megabyte was nobody's until reopening."""
+    """Where no segment can be made (out of files, say) a megabyte had no owner until reopening."""
     store = open_store(geometry, dram_bytes=0)
     put_prompt(store, prompt(256)).wait(60)
     look(store, prompt(256))
@@ -1104,7 +1104,7 @@ def test_a_header_without_room_gives_back_the_room_for_rows(
 def test_a_commit_that_outlasts_the_wait_is_told_apart_from_the_next_copy(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was said to have failed. When it landed the next copy, half written, was nobody's."""
+    """It was said to have failed. When it landed, the next copy, half written, had no owner."""
     store = open_store(geometry, dram_bytes=0)
     for seed in range(2):
         put_prompt(store, prompt(256, seed)).wait(60)
@@ -1116,7 +1116,7 @@ def test_a_commit_that_outlasts_the_wait_is_told_apart_from_the_next_copy(
     seen: list[tuple[int, bool]] = []
 
     def late(put: Any, *args: Any, **named: Any) -> None:
-        assert not put or land.wait(60)  # the swap's
+        assert not put or land.wait(60)  # the swap's commit waits
         commit(put, *args, **named)
 
     def second(record: Any, _timeout_s: float) -> None:
@@ -1152,7 +1152,7 @@ def repack_late(
     intend = committer.intend
 
     def late(put: Any, *args: Any, **named: Any) -> None:
-        assert not put or land.wait(60)  # the swap's
+        assert not put or land.wait(60)  # the swap's commit waits
         commit(put, *args, **named)
 
     with monkeypatch.context() as slow:
@@ -1168,8 +1168,8 @@ def repack_late(
 def test_a_copy_that_takes_its_place_late_counts_as_moved(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was counted as late and nothing else: not as moved, and what it had left, which somebody
-    still read, not as space of the repacker."""
+    """It counted as late and nothing else: not as moved, and the span it had left, which somebody
+    still read, did not count as space of the repacker."""
     monkeypatch.setattr("impress.write.reclaim.YIELD_TIMEOUT_S", 0.0)
     store = open_store(geometry, repack_space_bytes=3 * 128 * geometry.token_bytes // 2)
     leases = []
@@ -1206,7 +1206,7 @@ def test_a_copy_whose_commit_is_late_counts_in_the_repackers_space(
 def test_a_dry_run_asks_for_the_room_that_the_copy_takes(
     open_store: Open, geometry: impress.Geometry, spare: int
 ) -> None:
-    """Its header was taken to be as long as the old one: what it promised had no room."""
+    """The new header was taken to be as long as the old one: promised moves had no room."""
     store = open_store(geometry, segment_bytes=8 << 20, disk_bytes=8 << 20, disk_high=1.0,
                        disk_low=1.0)  # fmt: skip
     put_prompt(store, prompt(512)).wait(60)
@@ -1237,7 +1237,7 @@ def test_what_happens_while_a_span_is_copied(
         if what == "quarantine":
             store._home.leaving.quarantine(record.span_id)
         elif what == "purge":
-            assert store.purge() == (1, 1)  # held: by the repacker
+            assert store.purge() == (1, 1)  # the repacker holds it
         elif what == "lease":
             leases.append(store.lease(tokens))
         elif what == "close":
@@ -1342,7 +1342,7 @@ def test_the_command_says_what_would_move_and_moves_it(
     assert span["after"]["n_bytes"] < span["before"]["n_bytes"]
     assert "1 span looked at, 0 moved" in run_repack("--store", folder).stdout
     with impress.PrefixStore.open(folder, geometry, "test", config) as store:
-        assert store.stats()["writes_left_bytes"] < left - MIB // 2  # it was a new day's bytes
+        assert store.stats()["writes_left_bytes"] < left - MIB // 2  # it was once a new day's bytes
         assert_serves(store, prompt(256), 256)
         sound(store)
     missing = run_repack("--store", tmp_path / "none")
@@ -1352,7 +1352,7 @@ def test_the_command_says_what_would_move_and_moves_it(
 def test_the_command_adds_no_segment_to_a_full_shard(
     tmp_path: Path, geometry: impress.Geometry
 ) -> None:
-    """It does not know the server's disk_bytes, and left 3 MiB of segments in a shard of 2."""
+    """It does not know the server's disk_bytes: it left 3 MiB of segments in a shard of 2."""
     folder, config = tmp_path / "store", impress.Config(**SMALL, disk_bytes=2 * MIB)
     with impress.PrefixStore.open(folder, geometry, "test", config) as store:
         put_prompt(store, prompt(256)).wait(60)
@@ -1424,7 +1424,7 @@ store.flush()
 def test_a_repack_killed_at_any_moment_leaves_old_or_new(
     tmp_path: Path, what: str, n: int, when: str
 ) -> None:
-    """As it is about to write, sync, commit or erase, or just has."""
+    """It is about to write, sync, commit or erase, or just has."""
     folder, here = tmp_path / "store", str(Path(__file__).parent)
     geometry = impress.Geometry(2, 4, 2, 128, "float32")
     command = [sys.executable, "-c", REPACKER, str(folder), here, what, str(n), when]
@@ -1447,7 +1447,7 @@ def test_a_repack_killed_at_any_moment_leaves_old_or_new(
 def test_a_pass_stands_back_while_requests_are_served(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Copying beside a request nearly doubled its time: now a slice goes when nobody waits."""
+    """Copying beside a request nearly doubled its time: now a slice is copied if nobody waits."""
     store = open_store(geometry, dram_bytes=0)
     put_prompt(store, prompt(256)).wait(60)
     look(store, prompt(256))

@@ -1,4 +1,4 @@
-"""What `experiments.repack` counts as beside the repacker, and how it holds it."""
+"""What `experiments.repack` counts as beside the repacker, and how it holds the repacker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_slowdown_is_told_with_pairs_of_turns_drawn() -> None:
 
 
 def test_a_draw_without_a_turn_of_the_held_repacker_is_none() -> None:
-    """Of two pairs one is behind a move: both its turns are the running repacker's."""
+    """One of the two pairs is after a move: both its turns count as the running repacker's."""
     found = repack._slowdown([([1.0] * 4, [2.0] * 4), ([], [2.0] * 8)], 99)
     assert found == pytest.approx((1.0, 1.0, 1.0))
 
@@ -41,7 +41,7 @@ def back_to_back(busy_s: float) -> Iterator[SimpleNamespace]:
 
 
 def test_a_request_comes_with_the_first_token_of_the_one_before() -> None:
-    """Its clock began as the server was free, whatever that still did for the one before."""
+    """Its clock began once the server was free, whatever that still did for the one before."""
     done, served = threading.Event(), back_to_back(0.25)
     report = SimpleNamespace(spans=(), moved=1, moved_bytes=1)
     server = SimpleNamespace(serve=lambda _asking: next(served), settle=done.set)
@@ -58,11 +58,11 @@ def test_a_request_comes_with_the_first_token_of_the_one_before() -> None:
     store = SimpleNamespace(repack=lambda: over.wait(60) and report, counters=Counters())
     row = repack._phases(server, data, store, itertools.repeat((0, 0)), 4 * repack.TURN, 1.0)
     assert {row[f"p50_ms_{name}"] for name in ("held", "during")} == {750.0}
-    assert row["p50_ms_after"] == 500.0  # there it is waited for
+    assert row["p50_ms_after"] == 500.0  # there the server is waited for
 
 
 def test_both_ways_have_the_same_requests_and_take_turns_at_being_first() -> None:
-    """Each way had requests of its own, and in the tail these decided more than the repacker."""
+    """Each way had requests of its own, and in the tail these mattered more than the repacker."""
     asked: list[tuple[int, int]] = []
     held: list[bool] = []
     done = threading.Event()
@@ -95,13 +95,13 @@ def test_both_ways_have_the_same_requests_and_take_turns_at_being_first() -> Non
 
 
 def test_a_turn_behind_a_move_is_the_repackers() -> None:
-    """It counted as one without. And milliseconds were not "divided by the dilation", as said."""
+    """Such a turn counted as held. And milliseconds were not "divided by the dilation", as said."""
     done, looks = threading.Event(), []
     served = back_to_back(0.0)
 
     class Counters:
         def __getitem__(self, name: str) -> int:
-            """Looked at behind each turn with the repacker held: by the second a span has moved."""
+            """Read after each turn with the repacker held: by the second, a span has moved."""
             assert name == "repacks/yes"
             looks.append(name)
             if len(looks) == 2:
@@ -158,7 +158,7 @@ def test_a_pass_with_nothing_to_tell_is_said_in_a_line(
 def test_the_repacker_is_held_before_its_next_slice() -> None:
     done: list[str] = []
 
-    class Store:  # what a copier has of one
+    class Store:  # as much of one as a copier uses
         _pace = SimpleNamespace(go=lambda _n_bytes: not done.append("paced"))
         _turn = staticmethod(lambda: True)
         do = staticmethod(lambda task: task())

@@ -1,4 +1,4 @@
-"""The page of results is filled from reports; the experiments run one after the other."""
+"""The page of results is filled from reports; the experiments run one after another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _filled(tmp_path: Path, name: str, reports: dict) -> str:
 def test_a_file_that_is_no_report_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
-    """A traceback named neither it nor what to do, at the very end of `experiments.all`."""
+    """A traceback named neither the file nor what to do, at the very end of `experiments.all`."""
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "ttft.json").write_text(text)
     assert results_table.fill_all(tmp_path) == 2
@@ -83,9 +83,9 @@ def test_figures_of_cells_stand_in_the_lines_they_are_for(tmp_path: Path) -> Non
 
 
 def test_real_work_in_a_stretched_time_weighs_more_with_the_papers_disk(tmp_path: Path) -> None:
-    """The mapping list stood as measured, under the paper's 2 %: on a disk a quarter as fast, its
-    own time was set against one that is longer by waits and reads four times as long. (Of 80 ms
-    here 32 are these, and would be 8.)"""
+    """The mapping list's share was given as measured, under the paper's 2 %: on a disk a quarter as
+    fast, its own time was compared with a total whose waits and reads are four times as long. (Of
+    80 ms here 32 are these, and would be 8.)"""
     base = {"part": "cell", "cell": "base", "system": "impress", "map_share": 0.0175,
             "map_cpu_share": 0.015, "map_beside_share": 0.01, "dilation": 4.0,
             "mean_ms": 20.0, "stated_ms": 2.0, "ssd_floor_ms": 6.0}  # fmt: skip
@@ -96,8 +96,8 @@ def test_real_work_in_a_stretched_time_weighs_more_with_the_papers_disk(tmp_path
 
 
 def test_a_figure_of_the_papers_without_one_of_ours_has_its_line(tmp_path: Path) -> None:
-    """The page said that it sets every figure beside ours; those that nobody measured, or that only
-    rows of a report tell, had no line."""
+    """The page said that it sets every figure beside ours; figures that nobody measured, or that
+    only a report's rows tell, had no line."""
     base = {"part": "cell", "cell": "base", "system": "as", "io_ms": 30.0, "p50_ms": 40.0}
     text = _filled(tmp_path, "paper", {
         "ttft": {"figures": {}, "rows": [base]},
@@ -121,7 +121,7 @@ def test_a_withdrawn_experiment_gives_no_figure(tmp_path: Path) -> None:
 def test_what_was_emulated_without_a_check_says_so_and_every_commit_is_named(
     tmp_path: Path,
 ) -> None:
-    """A resumed run stood under its last commit alone, and a run of some cells as checked."""
+    """A resumed run was listed under its last commit alone, and a run of some cells as checked."""
     meta = {
         **META, "emulated": "compute", "cells": {"commits": ["old", "new"]},
         "host": "Linux 6.1 x86_64, Intel(R) Xeon(R) Processor",
@@ -137,7 +137,7 @@ def test_what_was_emulated_without_a_check_says_so_and_every_commit_is_named(
 
 
 def test_a_report_of_an_experiment_without_cells_has_its_line(tmp_path: Path) -> None:
-    """With one in the folder of reports `experiments.all` ended in a KeyError, hours later."""
+    """With such a report in the folder, `experiments.all` ended in a KeyError, hours later."""
     meta = {name: value for name, value in META.items() if name != "cells"}
     text = _filled(tmp_path, "runs", {"tiers": {"figures": {}, "meta": meta}})
     assert "| tiers | 2030-01-02 | `abc` | quick | AMD EPYC |  |" in text
@@ -146,7 +146,7 @@ def test_a_report_of_an_experiment_without_cells_has_its_line(tmp_path: Path) ->
 def test_checks_that_failed_are_said_beside_those_behind_which_cells_were_measured(
     tmp_path: Path,
 ) -> None:
-    """What was withdrawn and measured again until it passed stood there as never off."""
+    """A run withdrawn and measured again until it passed was listed as if it had never been off."""
 
     def check(*errors: float) -> list[dict]:
         return [{"part": "check", "mode": mode, "error": error}
@@ -165,7 +165,7 @@ def test_rows_are_printed_by_the_names_they_have(tmp_path: Path) -> None:
 
 
 def test_a_table_none_of_whose_columns_were_measured_says_so(tmp_path: Path) -> None:
-    """It was a head without a row, as if there had been nothing to say."""
+    """The table was a head without rows, as if there had been nothing to say."""
     row = {"model": "m", "threshold": 0.3, "share": 0.5}
     text = _filled(tmp_path, "threshold", {"threshold": {"figures": {}, "rows": [row]}})
     assert "not yet run" in text and "| model |" not in text
@@ -206,8 +206,8 @@ def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> N
 
 
 def test_waits_that_end_late_beside_readers_are_said(tmp_path: Path) -> None:
-    """What reads holds the interpreter, and an emulated wait ends late: 22 % of the time of int4
-    of everything was that, and stood in no table."""
+    """Readers hold the interpreter, so an emulated wait ends late: that was 22 % of the time of
+    int4 of everything, and no table showed it."""
     rest = dict.fromkeys(
         ("p50_low", "p50_high", "p90_ms", "mean_ms", "io_ms", "ssd_floor_ms", "mb", "ssd_mb",
          "behind_mb", "hbm", "dram", "rows", "fell_back"), 0.5
@@ -268,7 +268,7 @@ def test_made_up_conversations_never_replace_the_report_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *,
     given: bool,
 ) -> None:  # fmt: skip
-    """The command that does all again made a table of nobody's requests of that of a trace."""
+    """The command that does all again replaced a trace's table with one of nobody's requests."""
     ran: list[str] = []
 
     def one(name: str, *_: Any) -> everything.Ran:
@@ -340,8 +340,8 @@ Path(__file__).with_name("told").write_text(" ".join(sys.argv))
 def test_no_rate_but_a_given_one_stands_for_a_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
 ) -> None:
-    """The command that does all again passed fio's one reading on as if a user had given it: by
-    that compute was stretched for hours, whatever the disk gave by then."""
+    """The command that does all again passed fio's one reading on as if a user had given it:
+    compute was stretched by it for hours, whatever the disk gave by then."""
     child = tmp_path / "child.py"
     child.write_text(_NOTES_WHAT_IT_IS_TOLD)
     child.chmod(0o755)
@@ -356,7 +356,7 @@ def test_no_rate_but_a_given_one_stands_for_a_whole_run(
 def test_a_path_that_cannot_be_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A trace.json that was no report, in the folder of reports, was a traceback."""
+    """A trace.json in the folder of reports that was not a report gave a traceback."""
     (tmp_path / "trace.json").touch()
     for out, said in ((tmp_path / "trace.json" / "out", "directory"), (tmp_path, "no report")):
         assert everything.main(["--only", "trace", "--out", str(out)]) == 2
@@ -367,7 +367,7 @@ def test_a_path_that_cannot_be_is_one_line(
 def test_a_folder_for_reports_is_made_where_its_parent_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of a path with a slip in it was made, and hours of reports went there."""
+    """A mistyped path was made in full, and hours of reports went there."""
     monkeypatch.setattr(everything, "one", lambda name, _args: everything.Ran(name, 0, 0.0))
     for out, made in ((tmp_path / "no" / "out", False), (tmp_path / "out", True)):
         assert everything.main(["--only", "hits", "--out", str(out)]) == (0 if made else 2)
@@ -428,21 +428,21 @@ def test_an_emulator_that_is_off_is_withdrawn(
 def test_the_worst_check_that_a_cell_was_measured_behind_is_reported(
     behind: tuple[float | None, ...], said: dict[str, float]
 ) -> None:
-    """A run that was off gave no cell: a later one, on a quiet machine, is not withdrawn by it. One
-    that was not checked makes the whole unchecked."""
+    """A run that was off gave no cell: a later run, on a quiet machine, is not withdrawn by it. A
+    run that was not checked makes the whole unchecked."""
     cells = [{"part": "cell", "emulator_error": error} for error in behind]
     assert sizes.checked([CHECK, *cells]) == (said, not behind)
 
 
 def test_a_report_says_when_the_disk_was_measured(tmp_path: Path) -> None:
-    """That of `repack`, which goes by one rate, said "before each round of requests"."""
+    """The report of `repack`, which goes by one rate, said "before each round of requests"."""
     options = replace(_options(tmp_path, quick=True), disk=Disk(1.0, "fio"))
     said = [one.EXPERIMENT.meta(options)["emulated"] for one in (ttft, repack)]
     assert ["before each round" in words for words in said] == [True, False]
 
 
 def test_more_requests_are_another_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--resume` took 40 requests in a row for the 200 that were asked for by then."""
+    """`--resume` took 40 requests in a row for the 200 that were by then asked for."""
 
     def in_a_row() -> Mapping[str, Any]:
         cells = ttft.cells(_options(tmp_path, quick=False))
@@ -489,8 +489,8 @@ README_ROWS = {
 
 @pytest.mark.parametrize("begin", README_ROWS)
 def test_the_readme_has_the_reports_figures_and_says_what_caches_gave(begin: str) -> None:
-    """Hits half from caches stood under "read from the SSD": OPT-6.7B's 0.70 of recomputing is more
-    than 1 where the SSD gives all."""
+    """Hits served half from caches were listed as "read from the SSD": OPT-6.7B's 0.70 of
+    recomputing is more than 1 where the SSD gives all."""
     root = Path(everything.__file__).parents[1]
     name, cell = README_ROWS[begin]
     report = json.loads((root / f"docs/results/{name}.json").read_text())
@@ -507,7 +507,7 @@ def test_the_readme_has_the_reports_figures_and_says_what_caches_gave(begin: str
 
 
 def test_the_readme_says_what_storing_costs_beside_restoring() -> None:
-    """It had the processor time of a restore alone, and nothing of what stores write in a day:
+    """It gave only the processor time of a restore, and nothing on what stores write in a day:
     where everything is stored at its first use, storing is what a busy server pays for."""
     root = Path(everything.__file__).parents[1]
     cpu: dict[str, list[list[float]]] = {"ours": [], "peers": []}

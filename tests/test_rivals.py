@@ -128,7 +128,7 @@ def test_pooling_takes_the_largest_of_the_neighbours(values: list[float], width:
 
 
 def test_a_pool_that_is_wider_than_any_prefix_takes_the_largest_of_all() -> None:
-    """Its whole width was padded: a million took minutes a hit, and what has no 64 bits
+    """Its whole width was padded: a million took minutes per hit, and a width beyond 64 bits
     raised TypeError out of generate()."""
     values = np.random.default_rng(0).random(100, dtype=np.float32)
     for width in (2 * len(values) - 1, 10**30 + 1, 10**9 + 1):

@@ -1,4 +1,4 @@
-"""Cells that take long: what a stopped run measured of one is kept, and the next goes on there."""
+"""Cells that take long: what a stopped run measured is kept, and the next goes on from there."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _measured(data: Data, rounds: Rounds | None) -> dict[str, list[Served]]:
 def test_a_cell_that_was_stopped_goes_on_with_the_round_it_was_in(
     data: Data, tmp_path: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The base cell of `ttft` was cut off after 67 minutes, and all of it was to be measured
+    """The base cell of `ttft` was cut off after 67 minutes, and all of it had to be measured
     again."""
     _measured(data, None)
     whole = served.copy()
@@ -89,7 +89,7 @@ def _kept(report: Path, params: dict[str, Any] = PARAMS, *, resume: bool = True)
 
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
-    """Of a run that measured two rounds."""
+    """The report of a run that measured two rounds."""
     made = Rounds(tmp_path / "ttft.json", PARAMS, resume=False)
     made.add({"as": [1]})
     made.add({"as": [2]})
@@ -103,7 +103,7 @@ def test_rounds_of_another_cell_or_commit_are_not_gone_on_with(
     with monkeypatch.context() as patch:
         patch.setattr(module, "commit", lambda: "another")
         assert _kept(report) == []
-    assert _kept(report) == []  # the file is that one's now
+    assert _kept(report) == []  # the file is the other commit's now
 
 
 @pytest.mark.parametrize("change", [{"params": PARAMS | {"n": 5}}, {"resume": False}])

@@ -1,4 +1,4 @@
-"""Scores of several heads at once, as devices make them, are those of one after the other."""
+"""Scores of several heads at once, as devices make them, equal those of one head after another."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made(geometry: Geometry, q: int = 5) -> tuple[torch.Tensor, torch.Tensor, to
 def test_heads_at_once_choose_as_one_after_the_other(
     geometry: Geometry, codec: str, n_bytes: int, on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device a layer's choice took 15 to 30 ms: a launch for each step of each head."""
+    """On a device a layer's choice took 15 to 30 ms, with one launch per step of each head."""
     keys, query, lse = made(geometry)
     heads_per_kv = geometry.n_heads // geometry.n_kv_heads
     record = codec_of(codec).encode(keys, geometry) if codec else None

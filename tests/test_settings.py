@@ -1,4 +1,4 @@
-"""Settings that nothing else looks at: each by what it does, through an open store."""
+"""Settings that no other test looks at: each by what it does, through an open store."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_rows_move_together_in_the_background_each_time_the_wait_is_over(
 def test_repacking_keeps_to_its_rate(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a Pace does with its rate is tested beside it (test_repack)."""
+    """What a Pace does with its rate is tested elsewhere (test_repack)."""
     rates, made = [], []
 
     class Seen(Pace):

@@ -50,7 +50,7 @@ from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
 Pair = tuple[impress.PrefixStore, impress.PrefixStore]
-#: They look at each other only when told.
+#: Stores that look at each other only when told.
 APART = {"follow_every_s": 0, "repack_every_s": 0, "dram_bytes": 0}
 
 
@@ -73,7 +73,7 @@ def stored_between(
     a: impress.PrefixStore, b: impress.PrefixStore, tokens: np.ndarray,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """When all indexes are read next: these 512 tokens are stored, half by each, between two."""
+    """While all indexes are next read, these 512 tokens are stored between two, half by each."""
     read = Index.spans
     ready(a, prompt(128, 8))
     ready(b, prompt(128, 9))
@@ -90,7 +90,7 @@ def stored_between(
 
 
 def look(*stores: impress.PrefixStore) -> None:
-    """Each sees what all the others did, and then who has seen it."""
+    """Each sees what all the others did, and then which of them have seen it."""
     for store in (*stores, *stores):
         store.follow()
 
@@ -109,7 +109,7 @@ def limbo(store: impress.PrefixStore) -> int:
 def test_a_reader_that_holds_more_than_it_can_say_holds_all_of_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says nothing then, and nothing is reused that it has not followed."""
+    """It then says nothing of what it holds, and nothing that it has not followed is reused."""
     a, b = pair
     for seed in (1, 2):
         ready(a, prompt(256, seed))
@@ -149,7 +149,7 @@ def test_each_writer_reads_what_the_other_stored(pair: Pair) -> None:
 
 
 def stored_by_turns(a: impress.PrefixStore, b: impress.PrefixStore) -> None:
-    """A prompt of three spans: the first and the last of one store, the one between of another."""
+    """A prompt of three spans: a stores the first and the last, b the one between."""
     ready(a, prompt(512, 1)[:192])
     b.follow()
     ready(b, prompt(512, 1)[:384], start=192)
@@ -176,7 +176,7 @@ def test_a_prompt_goes_on_in_another_shard(pair: Pair, open_store: Open) -> None
 def test_what_hung_from_a_span_that_another_shard_evicted_is_no_problem_of_the_store(
     pair: Pair, open_store: Open
 ) -> None:
-    """Nothing was wrong, and `verify` ended with 1 until a writer of that shard came again."""
+    """Nothing was wrong, but `verify` ended with 1 until a writer of that shard came again."""
     a, b = pair
     ready(a, prompt(512, 1)[:192])
     b.follow()
@@ -195,8 +195,8 @@ def test_what_hung_from_a_span_that_another_shard_evicted_is_no_problem_of_the_s
 
 
 def test_what_goes_on_from_a_shard_that_cannot_be_read_is_no_problem_of_its_own(pair: Pair) -> None:
-    """Of each such span `verify` said that it is never found: among a thousand of these lines was
-    the one that named the index which a rebuild mends."""
+    """`verify` said of each such span that it is never found: the line that named the index, which
+    a rebuild mends, was among a thousand of these."""
     a, b = pair
     stored_by_turns(a, b)
     for store in pair:
@@ -229,7 +229,7 @@ def test_readers_follow_by_themselves(open_store: Open, geometry: impress.Geomet
 def test_a_reader_never_waits_for_one_of_the_same_process_number(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Of two in containers of their own, each number 7, the second hung in `open`."""
+    """Of two readers in separate containers, both with number 7, the second hung in `open`."""
     writer = open_store(geometry)
     ready(writer, prompt(128))
     folder = writer.path / "shards/main/readers"
@@ -285,8 +285,8 @@ def test_both_stored_the_same_and_one_evicts_it(pair: Pair) -> None:
 def test_what_hangs_from_within_a_span_stays_where_another_stored_that_part_too(
     pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The part has a span to its end, which adds nothing: nobody looked for its end any more, and
-    the next open took what hangs there for an orphan and erased it."""
+    """The other's span ends with that part and adds nothing: nobody looked for its end any more,
+    and the next open took what hangs there for an orphan and erased it."""
     a, b = pair
     head = prompt(256, 1)
     whole, forked = (np.concatenate([head, prompt(256, seed)]) for seed in (2, 3))
@@ -311,7 +311,7 @@ def test_what_hangs_from_within_a_span_stays_where_another_stored_that_part_too(
 
 
 def test_one_that_nobody_uses_here_goes_though_another_hung_from_it(pair: Pair) -> None:
-    """Else a writer whose every span is continued elsewhere could not make room."""
+    """Otherwise a writer whose every span is continued elsewhere could not make room."""
     a, b = pair
     ready(a, prompt(512, 1)[:256])
     look(b)
@@ -355,7 +355,7 @@ def test_a_repack_is_followed_without_losing_what_hangs_from_it(pair: Pair) -> N
 def test_two_that_open_an_empty_directory_at_once_make_one_store(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """One comes between the other's looks: it was refused as foreign, or its spans were, later."""
+    """One opens between the other's looks: it was refused as foreign, or later its spans were."""
     where = f"impress.write.directory.{name}"
     goes_on, first = pkgutil.resolve_name(where), []
 
@@ -375,7 +375,7 @@ def test_two_that_open_an_empty_directory_at_once_make_one_store(
     found = rebuild_store(late.path)
     assert (found.spans, found.foreign) == (2, 0)
     make_identity(late.path, geometry, 32)
-    with pytest.raises(impress.StoreMismatch):  # what the first said holds
+    with pytest.raises(impress.StoreMismatch):  # what the first open said holds
         open_store(geometry, window=32)
     with open_store(geometry) as again:
         for seed in (1, 2):
@@ -385,8 +385,8 @@ def test_two_that_open_an_empty_directory_at_once_make_one_store(
 def test_a_reader_of_an_index_that_is_just_being_made_is_told_of_no_damage(
     open_store: Open, geometry: impress.Geometry, tmp_path: Path
 ) -> None:
-    """Its databases were made one after the other, and who came in between, or after a kill there,
-    was told to rebuild the index."""
+    """An index's databases were made one after the other, and a reader that came in between, or
+    after a kill there, was told to rebuild the index."""
     make_identity(tmp_path / "store", geometry, 64)
     index = tmp_path / "store" / "shards" / "main" / "index"
     make_folder(index)
@@ -406,7 +406,7 @@ def read_only(*_args: object, **_named: object) -> None:
 def test_a_file_system_that_went_read_only_by_itself_is_read_from(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ext4 does so at an error, and says of its files that they may be written: verify and inspect
+    """ext4 does so after an error, and still says that its files may be written: verify and inspect
     could not be run just when the disk had begun to fail."""
     store = open_store(geometry)
     assert put_prompt(store, prompt(128)).wait(60)
@@ -441,8 +441,8 @@ def test_a_reader_that_cannot_take_its_file_away_is_gone_all_the_same(
 def test_a_shard_whose_first_open_was_cut_off_does_no_harm_to_the_others(
     open_store: Open, geometry: impress.Geometry, left: str
 ) -> None:
-    """Killed, or short of files, as its index was made: the whole store could not be verified until
-    somebody wrote that shard, and what hung in the air was not deleted."""
+    """It was killed, or short of files, while its index was made: the whole store could not be
+    verified until somebody wrote that shard, and what hung in the air was not deleted."""
     store = open_store(geometry, **APART)
     ready(store, prompt(128, 1))
     index = store.path / "shards" / "1" / "index"
@@ -462,7 +462,7 @@ def test_a_shard_whose_first_open_was_cut_off_does_no_harm_to_the_others(
 def test_segments_without_the_file_of_their_index_are_not_written_over(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Its folder was enough: an empty index was made, and all that was stored was free space."""
+    """The index's folder was enough: an empty index was made, and all that was stored was free."""
     ready(store := open_store(geometry, **APART), prompt(128, 1))
     store.close()
     (store.path / "shards" / "main" / "index" / "data.mdb").unlink()
@@ -476,7 +476,7 @@ def test_segments_without_the_file_of_their_index_are_not_written_over(
 def test_a_process_that_may_open_no_more_files_is_told_so(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was raised as it came, and not by one name."""
+    """The error was raised as it came, and not as StoreFailed."""
     open_store(geometry, **APART)
 
     def refused(path: Path, *_args: Any, **_named: Any) -> str:
@@ -500,8 +500,8 @@ def test_a_store_of_which_it_cannot_be_told_what_is_there_is_not_opened(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, mode: str,
     what: str, name: str, number: int,
 ) -> None:  # fmt: skip
-    """It came as the system's own error; of shards that could not be listed it was said that
-    there are none."""
+    """The system's own error was raised; where shards could not be listed, it was said that there
+    are none."""
     store, real = open_store(geometry, **APART), getattr(Path, what)
     ready(store, prompt(128, 1))
     store.close()
@@ -532,7 +532,7 @@ def test_those_it_knows_are_followed_where_no_others_can_be_looked_for(
 
 
 def test_a_bad_piece_is_said_to_be_in_the_file_it_is_in(pair: Pair) -> None:
-    """The folder of the process that read it was named, whoever's segment it was."""
+    """The error named the folder of the reading process, whichever shard the segment was in."""
     a, b = pair
     ready(a, prompt(128, 1))
     b.follow()
@@ -545,7 +545,7 @@ def test_a_bad_piece_is_said_to_be_in_the_file_it_is_in(pair: Pair) -> None:
 def test_verify_finds_what_was_stored_across_shards_while_it_read_them(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their indexes are read one after the other; it called the store unsound."""
+    """The shards' indexes are read one after the other: verify called the store unsound."""
     a, b = pair
     stored_between(a, b, prompt(512, 1), monkeypatch)
     found = verify_store(a.path)
@@ -561,7 +561,7 @@ def test_space_that_another_process_reads_is_not_given_away(pair: Pair) -> None:
     look(b, a)
     with b.lease(prompt(256, 1)) as lease, lease.session() as session:
         assert a.evict(1 << 30) > 0 and limbo(a) > 0
-        look(b, a)  # it has seen that, and holds it still
+        look(b, a)  # b has seen that, and holds it still
         held = limbo(a)
         assert held > 0 and b.lookup(prompt(256, 1)) == 0
         for seed in range(2, 6):
@@ -600,8 +600,8 @@ def test_a_reader_that_hangs_is_waited_for_a_while_and_then_meets_a_miss(pair: P
 def test_a_writer_that_opens_waits_for_who_may_read_what_went_before(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Nobody owns that space any more: without the wait the first store may lie where a lease
-    still reads, and what that misses is computed again."""
+    """Nobody owns that space any more: without the wait the first store could be written where a
+    lease still reads, and what the lease then misses is computed again."""
     monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
     a = open_store(geometry, **APART)
     ready(a, prompt(256, 1))
@@ -632,7 +632,7 @@ def test_a_writer_that_opens_waits_for_who_may_read_what_went_before(
 def test_what_is_on_its_way_out_is_not_made_up_for_by_more(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Above the mark each store evicted again until the others had looked: a burst left nothing."""
+    """Above the mark each store evicted again until others had looked: a burst left nothing."""
     monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
     marks = {"disk_bytes": 8 * MIB, "disk_high": 0.75, "disk_low": 0.5}
     a, seeds = open_store(geometry, **APART, **marks), iter(range(100))
@@ -666,7 +666,7 @@ def test_what_is_on_its_way_out_is_not_made_up_for_by_more(
 def full_beside_a_stopped_reader(
     open_store: Open, geometry: impress.Geometry
 ) -> tuple[impress.PrefixStore, impress.PrefixStore]:
-    """A writer with 6 prompts, the place of one more held up by the reader; and that reader."""
+    """A writer with 6 prompts, while a reader holds up the place of one more; and that reader."""
     marks = {"disk_bytes": 8 * MIB, "disk_high": 1, "disk_low": 1}
     a = open_store(geometry, **APART, **marks)
     for seed in range(7):
@@ -680,7 +680,7 @@ def full_beside_a_stopped_reader(
 def test_a_reader_that_is_stopped_does_not_cost_all_that_is_stored(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each store evicted as much again, which the reader held up too, and was refused."""
+    """Each store evicted as much again, which the reader also held up, and was then refused."""
     monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
     a, b = full_beside_a_stopped_reader(open_store, geometry)
     for seed in range(10, 20):
@@ -722,7 +722,7 @@ def test_room_that_is_on_its_way_is_waited_for(
 def deleted_under(
     reader: impress.PrefixStore, writer: impress.PrefixStore, link: Path | None = None
 ) -> None:
-    """A segment that the reader has read is the writer's no more. `link`: a name it keeps."""
+    """Has the writer delete a segment that the reader has read. `link`: a name it keeps."""
     ready(writer, prompt(128, 1))
     look(reader, writer)
     assert_serves(reader, prompt(128, 1), 128)
@@ -738,8 +738,8 @@ def deleted_under(
 def test_a_file_that_was_deleted_and_made_again_is_read_anew(
     pair: Pair, tmp_path: Path, linked: bool
 ) -> None:
-    """By its number of names alone it was told: with one more in a backup, another's good spans
-    were taken for damaged, and one's own behind them deleted."""
+    """A file was recognised only by its number of names: with one more in a backup, another's good
+    spans were taken for damaged, and one's own spans behind them were deleted."""
     a, b = pair
     deleted_under(b, a, tmp_path / "backup.seg" if linked else None)
     ready(a, prompt(128, 2))
@@ -751,8 +751,8 @@ def test_a_file_that_was_deleted_and_made_again_is_read_anew(
 def test_a_reader_lets_go_of_segments_that_were_deleted_though_nothing_else_happens(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They go after the commit that takes their spans out, and another need not follow: the file
-    system kept their blocks for as long as the reader lived."""
+    """Segments go after the commit that takes their spans out, and no other commit need follow: the
+    file system kept their blocks for as long as the reader lived."""
     a, b = pair
     monkeypatch.setattr(b._home.others, "_grace_s", 0)
     deleted_under(b, a)
@@ -766,7 +766,7 @@ def test_a_reader_lets_go_of_segments_that_were_deleted_though_nothing_else_happ
 def test_what_hung_from_a_span_that_went_bad_is_found_once_its_place_is_filled(
     pair: Pair,
 ) -> None:
-    """Another's was hidden for as long as the process lived, and stored once more by it."""
+    """Another shard's span was hidden as long as the process lived, and was stored again by it."""
     a, b = pair
     tokens = prompt(256, 1)
     ready(b, tokens[:128])
@@ -786,7 +786,7 @@ def test_what_hung_from_a_span_that_went_bad_is_found_once_its_place_is_filled(
 def test_a_look_at_which_nothing_has_changed_asks_for_no_file_by_name(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty times a second for each segment of each other shard: 5 % of a processor at 200 GiB."""
+    """It did so 20 times a second for each segment of each other shard: 5 % of a CPU at 200 GiB."""
     a, b = pair
     ready(a, prompt(128, 1))
     look(b)
@@ -803,8 +803,8 @@ def test_a_look_at_which_nothing_has_changed_asks_for_no_file_by_name(
 
 
 def test_a_purge_leaves_no_byte_in_any_shard(pair: Pair) -> None:
-    """Nor in what hung from it elsewhere, nor in the logs that tell followers of it. What hung
-    elsewhere went as that shard was opened, and was in no count of the command."""
+    """Nor in what hung from the purged spans elsewhere, nor in the logs that tell followers of the
+    purge. What hung elsewhere went as that shard was opened, and the command did not count it."""
     a, b = pair
     hers, his = prompt(512, 1), prompt(256, 2)
     ready(a, hers[:256], tenant="alice")
@@ -840,8 +840,8 @@ def test_a_purge_leaves_no_byte_in_any_shard(pair: Pair) -> None:
 def test_what_hangs_from_a_shard_whose_index_is_missing_for_the_moment_stays(
     pair: Pair, open_store: Open, name: str
 ) -> None:
-    """It was lost, or a purge was killed as it put another in its place: what hung from that shard
-    was taken for orphans and erased."""
+    """The index was lost, or a purge was killed while putting another in its place: what hung from
+    that shard was taken for orphans and erased."""
     a, b = pair
     ready(a, prompt(512, 1)[:256])
     look(b)
@@ -864,7 +864,7 @@ def test_what_hangs_from_a_shard_whose_index_is_missing_for_the_moment_stays(
 def test_a_purge_reaches_what_hangs_from_a_shard_that_cannot_be_read(
     pair: Pair, open_store: Open
 ) -> None:
-    """It is in no tree, and stays in the index: it came back when that shard did."""
+    """It is in no tree but stays in the index: it came back when that shard did."""
     a, b = pair
     hers = prompt(512, 1)
     ready(a, hers[:256], tenant="alice")
@@ -889,7 +889,7 @@ def test_a_purge_reaches_what_hangs_from_a_shard_that_cannot_be_read(
 
 
 def without_main(pair: Pair, tokens: np.ndarray) -> Path:
-    """Shard 1 holds the rest of what main begins; main's index is away; where it is."""
+    """Shard 1 holds the rest of what main begins; moves main's index away; returns its path."""
     a, b = pair
     ready(a, tokens[:256])
     look(b)
@@ -904,7 +904,7 @@ def without_main(pair: Pair, tokens: np.ndarray) -> Path:
 def test_what_hangs_from_a_shard_is_served_once_that_one_can_be_read(
     pair: Pair, open_store: Open
 ) -> None:
-    """It had no place for as long as the process lived that had opened without it."""
+    """A process that had opened without that shard gave it no place for as long as it lived."""
     tokens = prompt(1024)
     away = without_main(pair, tokens)
     with open_store(pair[0].geometry, **APART, shard=1) as alone:
@@ -934,7 +934,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, shard: str) -> None:
 def test_what_hangs_from_a_shard_with_a_damaged_page_is_served_once_that_one_is_whole(
     pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody else could open until then. Nor may a look that fails be taken for one that read."""
+    """Until then no other shard could open. Nor may a look that fails count as one that read."""
     (a, b), tokens = pair, prompt(512)
     monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
     ready(a, prompt(256, 9))
@@ -957,7 +957,7 @@ def test_what_hangs_from_a_shard_with_a_damaged_page_is_served_once_that_one_is_
 def test_a_shard_is_followed_beside_one_with_a_damaged_page(
     pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who compared a shard read all of them for it, and left it out when another was damaged."""
+    """To compare one shard, all of them were read, and it was left out if another was damaged."""
     a, b = pair
     monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
     reader = open_store(a.geometry, mode="r", **APART)
@@ -993,8 +993,8 @@ def test_what_hangs_from_a_shard_that_cannot_be_read_makes_room_for_what_is_stor
 def test_a_shard_that_was_rebuilt_beside_a_running_process_is_followed(
     pair: Pair, open_store: Open
 ) -> None:
-    """An index made anew has no log: to who had not read it before nothing seemed to have happened,
-    until it was written to."""
+    """An index that is made again has no log: to a process that had not read it before, nothing
+    seemed to have happened until it was written to."""
     a, b = pair
     ready(b, prompt(256, 1))
     for store in pair:
@@ -1014,7 +1014,7 @@ def test_an_index_made_anew_is_followed(pair: Pair) -> None:
     look(b)
     a.close()
     done = CliRunner().invoke(app, ["rebuild", "--store", str(a.path)])
-    assert done.exit_code == 1 and "left alone" in done.stdout  # all but b's shard
+    assert done.exit_code == 1 and "left alone" in done.stdout  # all but b's shard is rebuilt
     again = impress.PrefixStore.open(a.path, a.geometry, "test", a.config)
     with again:
         ready(again, prompt(256, 2))
@@ -1030,7 +1030,7 @@ def test_an_index_made_anew_is_followed(pair: Pair) -> None:
 def test_a_reader_outlives_the_index_that_it_opened(
     open_store: Open, small: impress.Geometry
 ) -> None:
-    """It went on asking the one that a purge had put another in the place of: that was closed."""
+    """It went on asking the index that a purge had replaced, which was closed."""
     a = open_store(small, **APART)
     ready(a, prompt(128, 1))
     reader = open_store(small, mode="r", **APART)
@@ -1050,8 +1050,8 @@ def test_a_reader_outlives_the_index_that_it_opened(
 def test_a_copy_of_a_shard_under_another_number_does_that_shard_no_harm(
     open_store: Open, geometry: impress.Geometry, running: bool
 ) -> None:
-    """Its writer gave out and deleted the other's files, and told the other's own process that its
-    spans were deleted."""
+    """The copy's writer gave out and deleted the other shard's files, and told that shard's own
+    process that its spans were deleted."""
     a, mine = open_store(geometry, **APART, shard=0), prompt(256, 1)
     ready(a, mine)
     a.close()
@@ -1104,8 +1104,8 @@ def test_a_shard_that_was_renamed_for_a_while_is_rebuilt_under_its_own_name(
 def test_what_a_purge_left_to_be_erased_outlives_a_while_under_another_name(
     open_store: Open, geometry: impress.Geometry, tmp_path: Path, note: str
 ) -> None:
-    """A kill cut the purge off. Renamed, the shard found nothing of its number to erase, which
-    counted as done: under its own name again a rebuild served what had been purged."""
+    """A kill cut the purge off. The renamed shard found nothing of its number to erase, which
+    counted as done: back under its own name, a rebuild served what had been purged."""
     a, tokens, killed = open_store(geometry, **APART, shard=1), prompt(256, 1), tmp_path / "killed"
     ready(a, tokens)
     with a.lease(tokens):
@@ -1136,8 +1136,8 @@ def test_what_a_purge_left_to_be_erased_outlives_a_while_under_another_name(
 def test_a_shard_renamed_to_a_lower_number_gives_no_id_out_twice(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """What was noted as given out was the higher number's, and no id of its own came up to that:
-    after a restart another span got the last one's."""
+    """The last id noted as given out was the higher number's, and no id of the shard's own came up
+    to that: after a restart another span got the last one's id."""
     a = open_store(geometry, **APART, shard=1)
     ready(a, prompt(256, 1))
     a.close()
@@ -1175,7 +1175,7 @@ def test_inspect_shows_the_shards_in_use(pair: Pair) -> None:
 def test_a_lock_on_another_file_system_is_none_of_the_shards(
     open_store: Open, geometry: impress.Geometry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever had a file of the same inode number locked was shown as the store's writer."""
+    """A process that locked a file of the same inode number was shown as the store's writer."""
     with open_store(geometry) as store:
         ready(store, prompt(256, 1))
     inode = (store.path / "shards/main/lock").stat().st_ino
@@ -1189,7 +1189,7 @@ def test_a_lock_on_another_file_system_is_none_of_the_shards(
 def test_inspect_counts_the_same_shards_beside_a_running_process(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """The SSD's bytes became those of that process's shard, beside the chunks of all shards."""
+    """The SSD's bytes shown were those of that process's shard, but the chunks of all shards."""
     settings = {**APART, "metrics_port": 0}
     a, b = open_store(geometry, **settings), open_store(geometry, **APART)
     ready(a, prompt(256, 1))
@@ -1206,7 +1206,7 @@ def test_inspect_counts_the_same_shards_beside_a_running_process(
 
 
 def test_inspect_counts_the_leases_of_every_shard(pair: Pair, open_store: Open) -> None:
-    """Those of the first alone were read: in another no prompt was ever leased."""
+    """Only those of the first shard were read: in another no prompt seemed ever leased."""
     a, b = pair
     for store, tokens, n in ((a, prompt(128, 1), 5), (b, prompt(256, 2), 3)):
         ready(store, tokens)
@@ -1227,8 +1227,8 @@ def test_inspect_counts_the_leases_of_every_shard(pair: Pair, open_store: Open) 
 def test_what_requests_used_fades_with_the_requests_of_its_own_shard(
     pair: Pair, open_store: Open, busy: int
 ) -> None:
-    """Each counts its own. By the first one's count what had just been used in another was as good
-    as forgotten, or what was used there long ago was new."""
+    """Each shard counts its own requests. By the first shard's count, what had just been used in
+    another was as good as forgotten, or what was used there long ago was new."""
     notes, want = [], [1.0, 1.0]
     for store, tokens in zip(pair, (prompt(128, 1), prompt(192, 2)), strict=True):
         ready(store, tokens)
@@ -1331,7 +1331,7 @@ def test_whatever_three_writers_do_answers_are_right(
 def test_space_is_not_free_while_somebody_else_still_erases_it(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that follows other shards had taken the span: a purge was over before it was."""
+    """The thread that follows other shards had taken the span: a purge ended before its erasing."""
     store = open_store(geometry, **APART)
     ready(store, prompt(256))
     begun, going_on, erase = threading.Event(), threading.Event(), SsdTier.erase
@@ -1354,7 +1354,7 @@ def test_space_is_not_free_while_somebody_else_still_erases_it(
 
 
 def test_an_index_that_cannot_be_opened_names_its_folder_once(tmp_path: Path) -> None:
-    """It was said by the store and by LMDB."""
+    """Both the store and LMDB named it."""
     with pytest.raises(impress.StoreFailed) as told:
         Index(tmp_path / "index", create=False)
     assert str(told.value) == f"index: {tmp_path / 'index'}: No such file or directory"
@@ -1364,7 +1364,7 @@ def test_an_index_that_cannot_be_opened_names_its_folder_once(tmp_path: Path) ->
 def test_an_index_that_is_replaced_as_it_is_asked_answers_still(
     pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """By a purge or a rebuild: a look meanwhile closed it, and a call failed in LMDB's words."""
+    """A purge or a rebuild replaces it: a look closed it meanwhile, and LMDB's error came out."""
     a, b = pair
     ready(a, prompt(256))
     look(b)

@@ -34,8 +34,8 @@ def places(store: impress.PrefixStore) -> list[tuple[object, ...]]:
 def test_what_was_followed_never_answers_with_what_a_shard_begun_anew_has_in_its_place(
     pair: Pair, open_store: Open, first: str
 ) -> None:
-    """Of the same size it has the same id and place, and the header was not compared by the one
-    field that stands for its tokens: a prompt was answered with the rows of another."""
+    """A span of the same size has the same id and place, and headers were not compared by the one
+    field that stands for the tokens: a prompt was answered with the rows of another."""
     a, b = pair
     ready(b, prompt(256, 1))
     look(a)
@@ -55,7 +55,7 @@ def test_what_was_followed_never_answers_with_what_a_shard_begun_anew_has_in_its
 def test_what_bears_the_id_of_a_span_that_is_held_comes_once_that_is_let_go(
     pair: Pair, open_store: Open
 ) -> None:
-    """And once only: whoever let go of the one before let go of what was shown under its id."""
+    """And only once: whoever let go of the old span also let go of the one shown under its id."""
     (a, b), tokens = pair, prompt(512, 2)
     ready(b, prompt(256, 1))
     look(a)
@@ -78,8 +78,8 @@ def test_what_bears_the_id_of_a_span_that_is_held_comes_once_that_is_let_go(
 def test_what_waits_for_a_place_is_not_shown_in_it_by_the_value_of_another(
     pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was, where the look at the index made anew failed: by the labels before the old span, with
-    the rows of the new one, which were computed behind other tokens."""
+    """It was, where the look at the new index failed: under the labels before the old span, with
+    the rows of the new one, which were computed after other tokens."""
     a, b = pair
     one, other = ([np.concatenate([prompt(256, head), prompt(256, tail)]) for head in (1, 2)]
                   for tail in (3, 4))  # fmt: skip
@@ -104,7 +104,7 @@ def test_what_waits_for_a_place_is_not_shown_in_it_by_the_value_of_another(
 
 
 def test_who_reads_a_shard_begun_anew_is_known_to_its_writer(pair: Pair, open_store: Open) -> None:
-    """The file that said so went with the old folder: what it held was not waited for."""
+    """The reader's file went with the old folder: what the reader held was not waited for."""
     a, b = pair
     ready(b, prompt(256, 1))
     look(a)

@@ -1,4 +1,4 @@
-"""Looks at other shards that are cut off, hang or fail: the next one makes good what they left."""
+"""When a look at other shards is cut off, hangs or fails, the next one makes good what it left."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Open = Callable[..., impress.PrefixStore]
 def cut_off(
     real: Callable[..., Any], error: BaseException, *, nth: int = 1, behind: bool = False
 ) -> Callable[..., Any]:
-    """The same, but the nth call ends in an error: before it does anything, or behind all."""
+    """`real`, except that its nth call raises `error`: at its start or, with `behind`, its end."""
     calls: list[int] = []
 
     def once(*args: Any, **named: Any) -> Any:
@@ -64,7 +64,7 @@ def test_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_the_next(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, name: str,
     behind: bool,
 ) -> None:  # fmt: skip
-    """The log did not tell it again: it was served from memory for as long as the process lived,
+    """The log did not report it again: it was served from memory for as long as the process lived,
     and its writer, told that nobody read it any more, used its space again."""
     monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
     a, b = (open_store(geometry, **{**APART, "dram_bytes": 4 * MIB}) for _ in range(2))
@@ -93,8 +93,8 @@ def test_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_the_next(
 def test_what_hung_from_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_the_next(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, back: bool
 ) -> None:
-    """The next found it in no node: its space stayed taken, and its rows, of a prefix that was
-    purged, were never erased."""
+    """The next look found it in no node: its space stayed taken, and its rows, which continued a
+    purged prefix, were never erased."""
     a, b = pair
     ready(b, prompt(512, 1)[:256])
     look(a)
@@ -105,13 +105,13 @@ def test_what_hung_from_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_t
         cut = cut_off(MergedCatalog._cut, KeyboardInterrupt(), behind=True)
         patch.setattr(MergedCatalog, "_cut", cut)
         a.follow()
-    if back:  # in an index made anew, so that nothing is to be taken out any more
+    if back:  # as in an index made anew: nothing is to be taken out any more
         follower = a._home.others
         assert isinstance(follower, Follower)
         follower._gone.clear()
         follower._take_out()
     look(a)
-    a.flush()  # it is deleted by then: the other follows that, and holds nothing up
+    a.flush()  # by then it is deleted: the other follows that, and holds nothing up
     look(b, a)
     assert a.ssd.usage().used == 0 and not [*a.index.spans()]
     check(a, b)
@@ -121,8 +121,8 @@ def test_what_hung_from_what_a_look_was_taking_out_as_it_was_cut_off_goes_with_t
 def test_what_a_look_was_comparing_as_it_was_cut_off_is_compared_by_the_next(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """It counted as followed once it had been read: what differed was a miss for as long as the
-    process lived."""
+    """The index counted as followed once it had been read: spans that differed were misses for as
+    long as the process lived."""
     a, b = pair
     ready(a, prompt(128, 1))
     look(b)
@@ -147,7 +147,7 @@ def test_what_a_look_was_comparing_as_it_was_cut_off_is_compared_by_the_next(
 def test_a_span_that_a_look_was_showing_as_it_was_cut_off_is_shown_by_the_next(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """It was known by then and passed over: a miss for as long as the process lived."""
+    """The span was known by then, and so passed over: a miss for as long as the process lived."""
     a, b = pair
     if how == "index":
         monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
@@ -173,7 +173,7 @@ def test_a_span_that_a_look_was_showing_as_it_was_cut_off_is_shown_by_the_next(
 
 
 def in_both_and_evicted(pair: Pair) -> list[Any]:
-    """Prompts that both stored and the first evicted: in the place of its own come the other's."""
+    """Prompts that both stored and the first evicted: the other's spans take their place."""
     made = [prompt(256, seed) for seed in (1, 2)]
     for store in pair:
         for tokens in made:
@@ -187,7 +187,7 @@ def in_both_and_evicted(pair: Pair) -> list[Any]:
 def test_spans_that_waited_wait_on_where_the_trying_of_one_is_cut_off(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """All that were to be tried with it were forgotten, and a miss until a restart."""
+    """All spans that were to be tried with it were forgotten, and were misses until a restart."""
     a, made = pair[0], in_both_and_evicted(pair)
     error = impress.StoreFailed("no more readers") if how == "an error" else KeyboardInterrupt()
     with monkeypatch.context() as patch, pytest.raises(type(error)):
@@ -205,14 +205,14 @@ def test_spans_that_waited_wait_on_where_the_trying_of_one_is_cut_off(
 def test_spans_that_waited_wait_on_where_an_index_is_damaged_for_a_while(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FormatError was taken for their own: they were forgotten, and as the catalog knew them they
-    were not new either once the index was made again."""
+    """FormatError was taken for a fault of the spans: they were forgotten, and as the catalog knew
+    them, they were not new either once the index was made again."""
     (a, b), made = pair, in_both_and_evicted(pair)
     with monkeypatch.context() as patch:
         patch.setattr(Index, "value", failing_with(impress.FormatError("a damaged page")))
         a.follow()
     assert a.lookup(made[0]) == 0
-    ready(b, prompt(128, 9))  # it can be read again, and tells of something
+    ready(b, prompt(128, 9))  # its index can be read again, and has news
     a.follow()
     for tokens in made:
         assert_serves(a, tokens, 256)
@@ -222,7 +222,7 @@ def test_spans_that_waited_wait_on_where_an_index_is_damaged_for_a_while(
 def test_what_begins_at_the_root_waits_on_where_too_much_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes no room, went all the same, and was found by no key."""
+    """Such a span takes no room, but went all the same, and no key could find it."""
     monkeypatch.setattr(impress.tree.waiting, "MOST_BYTES", 64)
     waiting = Waiting()
     waiting.put(1, b"", b"root")
@@ -243,7 +243,7 @@ def failing_with(error: Exception) -> Callable[..., Any]:
 def test_all_that_waits_is_tried_however_much_it_is(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that had waited longest were, and no more until something else changed."""
+    """Only those that had waited longest were tried, and no more until something else changed."""
     monkeypatch.setattr(impress.write.follow, "RETRIES", 2)
     a, b = pair
     made = [prompt(256, seed) for seed in range(9)]
@@ -252,7 +252,7 @@ def test_all_that_waits_is_tried_however_much_it_is(
             ready(store, tokens)
     look(a, b)
     a.follow()
-    with a.lease(made[-1]) as lease:  # a bad one of its own, whose place another's may take
+    with a.lease(made[-1]) as lease:  # a bad span of its own, whose place another's may take
         a._home.leaving.quarantine(lease.sources[0].held.record.span_id)
     for _ in range(6):
         a.follow()
@@ -265,8 +265,8 @@ def test_all_that_waits_is_tried_however_much_it_is(
 def test_a_span_that_was_moved_behind_ones_back_does_not_take_ones_own_with_it(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """A process that looked late read where the span had lain, found it bad, and deleted what it
-    had stored behind it: durable, and sound."""
+    """A process that looked late read where the span had been, found it bad, and deleted the spans
+    that it had stored behind it: durable, and sound."""
     monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
     late = {**APART, "follow_every_s": 3600}
     a, b = open_store(geometry, **APART), open_store(geometry, **late)
@@ -295,7 +295,7 @@ def test_a_span_that_was_moved_behind_ones_back_does_not_take_ones_own_with_it(
 def test_where_what_takes_a_moved_spans_place_cannot_be_read_both_stay(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old one went, as it was gone, and what hung from it was deleted."""
+    """The old span was dropped, as it was gone, and the spans that hung from it were deleted."""
     monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
     a, b = (open_store(geometry, **APART) for _ in range(2))
     ready(a, prompt(256))
@@ -318,7 +318,7 @@ def test_where_what_takes_a_moved_spans_place_cannot_be_read_both_stay(
 def test_ctrl_c_as_another_shard_is_opened_leaves_no_reader_of_it(
     pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch, during: str
 ) -> None:
-    """Their writers waited for it, each time that they gave space back, until the process ended."""
+    """Writers waited for such a reader, each time they gave space back, until the process ended."""
     a, _ = pair
     for seed, store in enumerate(pair):
         ready(store, prompt(128, seed))
@@ -348,7 +348,7 @@ def test_ctrl_c_as_another_shard_is_opened_leaves_no_reader_of_it(
 def test_a_close_does_not_wait_for_ever_for_a_look_that_hangs(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """On a disk that did, as it gave back space or let go of a file."""
+    """The disk hung as the look gave back space or let go of a file."""
     a, b = pair
     for seed, store in enumerate(pair):
         ready(store, prompt(256, seed))
@@ -385,8 +385,8 @@ def test_a_close_does_not_wait_for_ever_for_a_look_that_hangs(
 def test_a_shard_with_a_damaged_page_is_not_read_by_every_look(
     pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All of it, every 50 ms, by every process, for as long as it was damaged. Once it had been
-    read again, nobody was told of the next page."""
+    """It was read whole, every 50 ms, by every process, for as long as it was damaged. Once it had
+    been read again, nobody was told of the next damaged page."""
     a, _ = pair
     monkeypatch.setattr(impress.write.index, "LOG_ENTRIES", 1)
     reader = open_store(a.geometry, mode="r", **APART)
@@ -421,7 +421,7 @@ def test_a_shard_with_a_damaged_page_is_not_read_by_every_look(
 def test_a_shard_that_could_not_be_opened_is_found_without_a_commit(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, mended: str
 ) -> None:
-    """For want of files, or of permission: it was left out until its writer's next commit."""
+    """If files or permission were lacking, it was left out until its writer's next commit."""
     a, b = pair
     ready(b, prompt(128))
     b.flush()
@@ -450,7 +450,7 @@ class Raising(logging.Handler):
 
 @pytest.fixture
 def raising() -> Iterator[None]:
-    """Whatever is logged raises."""
+    """Anything that is logged raises."""
     handler = Raising()
     logging.getLogger("impress").addHandler(handler)
     yield
@@ -462,7 +462,7 @@ def raising() -> Iterator[None]:
 def test_following_goes_on_though_the_saying_of_an_error_fails(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """The thread ended, and what others stored was a miss until a restart."""
+    """The thread ended, and spans that others stored were misses until a restart."""
     a = open_store(geometry, **APART)
     wait = threading.Event.wait
     lacking = cut_off(wait, MemoryError())
@@ -484,7 +484,7 @@ def test_following_goes_on_though_the_saying_of_an_error_fails(
 
 
 def open_indexes(path: Path) -> set[str]:
-    """Files of indexes of a store that this process has open."""
+    """A store's index files that this process has open."""
     links = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     found = {str(link) for link in links if "data.mdb" in str(link)}
     return {link for link in found if str(path) in link}
@@ -493,8 +493,8 @@ def open_indexes(path: Path) -> set[str]:
 def test_an_index_that_is_replaced_as_it_is_opened_is_not_taken_for_the_new_one(
     pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a purge or a rebuild: what was opened stood under the new file's number, so that nobody
-    saw that it had been replaced, and a writer of this process wrote to a file that was deleted."""
+    """A purge or a rebuild replaced it: the opened file was kept under the new file's number, so
+    nobody saw the replacement, and a writer of this process wrote to a deleted file."""
     a, b = pair
     ready(b, prompt(128, 1))
     b.close()
@@ -524,7 +524,7 @@ def test_an_index_that_is_replaced_as_it_is_opened_is_not_taken_for_the_new_one(
 def test_an_index_that_is_replaced_as_it_is_read_is_read_to_its_end(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a purge or a rebuild: two looks meanwhile closed it."""
+    """A purge or a rebuild replaced it, and two looks meanwhile closed it."""
     a = open_store(geometry, **APART)
     for seed in range(3):
         ready(a, prompt(128, seed))

@@ -36,7 +36,7 @@ def pair(stores: Callable[[], impress.PrefixStore]) -> Pair:
 
 @pytest.fixture(params=["log", "index"])
 def trimmed(request: pytest.FixtureRequest) -> Callable[[impress.PrefixStore], None]:
-    """Forgets a writer's log, or not: who follows then reads its index whole."""
+    """Makes a writer forget its log, or not: if so, a follower reads its index whole."""
 
     def trim(store: impress.PrefixStore) -> None:
         if request.param == "index":
@@ -48,7 +48,7 @@ def trimmed(request: pytest.FixtureRequest) -> Callable[[impress.PrefixStore], N
 
 
 def at_once(store: impress.PrefixStore, late: np.ndarray, early: Callable[[], object]) -> None:
-    """A prompt as two writers store it: `early` shows its head, so that it only adds its end."""
+    """Store a prompt as two writers do: `early` shows its head, so that only its end is new."""
     keys, values = kv_of(late, store.geometry)
     with store.writer(late) as writer:
         early()
@@ -74,7 +74,7 @@ def assert_own(store: impress.PrefixStore, n_spans: int) -> None:
 def test_a_rewrite_leaves_what_another_stored_behind_it(
     pair: Pair, trimmed: Callable[[impress.PrefixStore], None]
 ) -> None:
-    """The copy lacked the dead head; the follower cut all below, and erased what was its own."""
+    """The copy lacked the dead head; the follower cut off all below, and erased its own spans."""
     a, b = pair
     at_once(a, forked(1)[:640], lambda: ready(a, prompt(384)))
     look(b)
@@ -116,7 +116,7 @@ def test_a_repack_that_is_found_by_comparing_leaves_what_hangs_from_it(
 def test_of_a_rewritten_span_only_what_its_writer_evicted_goes(
     pair: Pair, trimmed: Callable[[impress.PrefixStore], None]
 ) -> None:
-    """Of windows that are evicted others hear when their span is rewritten, or all of it goes."""
+    """Others hear of evicted windows when their span is rewritten, or when all of it goes."""
     a, b = pair
     ready(a, prompt(640))
     for tail in (prompt(64, 7), np.concatenate([prompt(192), prompt(64, 2)])):
@@ -142,7 +142,7 @@ def test_of_a_rewritten_span_only_what_its_writer_evicted_goes(
 def test_windows_that_a_rewrite_left_to_its_writers_other_span_are_found_there(
     stores: Callable[[], impress.PrefixStore], trimmed: Callable[[impress.PrefixStore], None]
 ) -> None:
-    """A tree made by ids, not in the order of commits, views the other one of two alike heads."""
+    """A tree made by ids, not in the order of commits, views the other of two equal heads."""
     a = stores()
     at_once(a, forked(2)[:640], lambda: ready(a, forked(1)))
     b = stores()
@@ -166,8 +166,8 @@ def test_windows_that_another_stored_too_are_found_where_they_stay(
     stores: Callable[[], impress.PrefixStore],
     trimmed: Callable[[impress.PrefixStore], None],
 ) -> None:
-    """Its writer saw them in the other's span alone: it had nothing to keep them by when that went,
-    and erased what it had stored behind them."""
+    """Their writer saw them only in the other's span: when that went, it had nothing to keep them
+    by, and erased what it had stored after them."""
     (a, b), c = pair, stores()
     tokens = forked(1)
     at_once(a, tokens[:640], lambda: (ready(c, prompt(384)), a.follow()))
@@ -193,7 +193,7 @@ def test_what_took_a_place_in_part_is_found_whole_when_the_rest_goes_too(
     trimmed: Callable[[impress.PrefixStore], None],
     end: int,
 ) -> None:
-    """It was remembered no more, and the rest of it was a miss until the store was opened again."""
+    """It was no longer remembered, and its rest was a miss until the store was opened again."""
     (a, b), c = pair, stores()
     tokens = prompt(640)
     ready(a, tokens[:256])
@@ -221,7 +221,7 @@ def test_what_took_a_place_in_part_takes_the_rest_from_another_too(
     stores: Callable[[], impress.PrefixStore],
     trimmed: Callable[[impress.PrefixStore], None],
 ) -> None:
-    """What was one's own behind them was erased with the second of the two."""
+    """The follower's own span after them was erased with the second of the two."""
     (a, b), c, d = pair, stores(), stores()
     tokens = prompt(768)
     ready(a, tokens[:256])
@@ -267,9 +267,9 @@ def test_what_took_a_place_in_part_and_is_bad_stays_out(
 
 
 def behind_a_system_prompt(pair: Pair) -> tuple[np.ndarray, np.ndarray, int]:
-    """(a document behind the system prompt, the document alone, the span of the first's rows).
+    """(a document after the system prompt, the document alone, the span of the first's rows).
 
-    Of the document alone only the beginning is stored.
+    Only the beginning of the document alone is stored.
     """
     a, b = pair
     document = prompt(384, 2)
@@ -286,7 +286,7 @@ def behind_a_system_prompt(pair: Pair) -> tuple[np.ndarray, np.ndarray, int]:
 def test_a_copy_whose_span_left_the_tree_before_its_commit_is_told_nobody_in_a_wrong_place(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Followers were told that it began at the root: they served its rows behind no prompt."""
+    """Followers were told that it began at the root: they served its rows after no prompt."""
     a, b = pair
     chat, document, span = behind_a_system_prompt(pair)
     committer = a._home.committer

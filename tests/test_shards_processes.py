@@ -140,7 +140,7 @@ def test_a_reader_that_is_stopped_is_waited_for_within_the_limit(start: Start) -
     b.kill(signal.SIGSTOP)
     assert a("evict", 1 << 30) > 0
     a.until(0, "stat", "limbo_bytes")
-    for seed in range(2, 6):  # over what it held
+    for seed in range(2, 6):  # written over what it held
         assert a("put", 256, seed)
     b.kill(signal.SIGCONT)
     assert b("read") in ("lost checksum", "lost short", "lost io")
@@ -185,8 +185,8 @@ with env.begin():
 
 
 def test_a_reader_killed_as_it_read_an_index_does_not_make_it_grow(tmp_path: Path) -> None:
-    """What was freed behind it was used again only once a thousand spans more were stored: a server
-    that only answered wrote new pages with each commit, until the file system was full."""
+    """What was freed after it began was used again only once a thousand more spans were stored: a
+    server that only answered wrote new pages with each commit, until the file system was full."""
     folder = tmp_path / "index"
     index = Index(folder, create=True)
     command = [sys.executable, "-c", _READING, str(folder)]
@@ -202,7 +202,7 @@ def test_a_reader_killed_as_it_read_an_index_does_not_make_it_grow(tmp_path: Pat
 def test_who_waits_for_a_writer_that_is_stopped_in_a_commit_waits_alone(
     open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry
 ) -> None:
-    """All of a process that opened its index stood still, as no other thread was let run."""
+    """A process that opened the writer's index stood still: none of its threads could run."""
     with open_store(geometry) as store:
         assert put_prompt(store, prompt(128)).wait(60)
     index = str(store.path / "shards/main/index")
@@ -215,7 +215,7 @@ def test_who_waits_for_a_writer_that_is_stopped_in_a_commit_waits_alone(
 
 @pytest.fixture
 def unwritable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process may not write to an index, as where it is mounted read-only."""
+    """This process may not write to an index, as on a read-only mount."""
     access = os.access
 
     def refused(path: Path, mode: int) -> bool:
@@ -229,8 +229,8 @@ def test_who_may_not_write_reads_where_nobody_does(
     start: Start, open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Its writer knows nothing of such a reader, and used pages of the index again that it read:
-    it said that the index is damaged, and to rebuild it."""
+    """A writer knows nothing of such a reader, and used pages of the index again that it was
+    reading: the reader said that the index is damaged, and to rebuild it."""
     a = start()
     assert a("put", 256, 1)
     with pytest.raises(impress.StoreFailed, match=r"a process writes here.*: mount it writable"):
@@ -246,8 +246,8 @@ def test_who_may_not_write_reads_where_nobody_does(
 
 
 def test_an_index_that_writes_no_more_says_what_to_do(tmp_path: Path) -> None:
-    """Behind a write of its first pages that failed LMDB refuses all, though the disk be well: the
-    store said that it tries again, for good."""
+    """After a failed write of its first pages LMDB refuses everything, even if the disk is well:
+    the store said for good that it tries again."""
     said = env.error_of(tmp_path, lmdb.PanicError("mdb_txn_begin: MDB_PANIC"))
     assert "close the store, and open it again" in str(said)
 
@@ -257,7 +257,7 @@ def test_a_file_system_that_went_read_only_under_a_writer_is_read_from(
     start: Start, open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Nobody writes there, and its writer has its lock for as long as it lives."""
+    """Nobody writes there, though its writer has its lock for as long as it lives."""
     a = start()
     assert a("put", 256, 1)
     mounts = env.MOUNTS.read_text()

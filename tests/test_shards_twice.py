@@ -20,8 +20,8 @@ Open = Callable[..., impress.PrefixStore]
 def test_of_what_two_stored_at_once_neither_deletes_its_own_for_the_other_s(
     pair: Pair, open_store: Open
 ) -> None:
-    """Each tree hung its own from the other's; the one that opened last deleted what it found
-    covered, and the other what had hung from that: what flush had returned for was gone."""
+    """Each tree hung its own spans from the other's; the process that opened last deleted those it
+    found covered, the other those that hung from them: what flush had returned for was gone."""
     a, b = pair
     tokens = prompt(256)
     ready(a, tokens[:64])
@@ -45,7 +45,7 @@ def test_of_what_two_stored_at_once_neither_deletes_its_own_for_the_other_s(
 
 
 def test_two_commits_at_once_leave_a_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each writer saw the other's before its own was in its tree, and dropped its own for it."""
+    """Each writer saw the other's copy before its own was in its tree, and dropped its own copy."""
     a, b = pair
     tokens, others = prompt(256), []
     commits = {store: store.index.commit for store in pair}
@@ -79,8 +79,8 @@ def test_two_commits_at_once_leave_a_copy(pair: Pair, monkeypatch: pytest.Monkey
 def test_a_copy_that_was_there_before_a_process_opened_takes_the_other_s_place(
     pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch, how: str, away: str
 ) -> None:
-    """Only one that came later was remembered: a third process erased what it had stored behind
-    the first, and found neither."""
+    """Only a copy that came later was remembered: a third process erased what it had stored after
+    the first copy, and found neither."""
     a, b = pair
     tokens = prompt(512)
     if how == "compared":
@@ -108,7 +108,7 @@ def test_a_copy_that_was_there_before_a_process_opened_takes_the_other_s_place(
 
 
 def test_what_hangs_from_an_index_that_comes_back_is_found(pair: Pair, open_store: Open) -> None:
-    """A process that opened meanwhile saw that index's own spans, and nothing behind them."""
+    """A process that opened meanwhile saw that index's own spans, and nothing after them."""
     a, b = pair
     tokens = prompt(768)
     ready(a, tokens[:256])
@@ -130,8 +130,8 @@ def test_what_hangs_from_an_index_that_comes_back_is_found(pair: Pair, open_stor
 def test_what_was_stored_across_shards_while_a_process_opened_is_found(
     pair: Pair, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Indexes are read one after the other: it saw the end of a prompt, then its beginning, and
-    never served more than that."""
+    """Indexes are read one after the other: the process saw the end of a prompt before its
+    beginning, and never served more than it did then."""
     (a, b), tokens = pair, prompt(512)
     stored_between(a, b, tokens, monkeypatch)
     reader = open_store(a.geometry, mode="r", **APART)
@@ -142,8 +142,8 @@ def test_what_was_stored_across_shards_while_a_process_opened_is_found(
 
 
 def test_what_waits_for_another_that_waits_is_shown_after_it(pair: Pair, open_store: Open) -> None:
-    """What hung from an evicted span was tried again before what took that one's place, and then
-    no more until something else happened."""
+    """A span that hung from an evicted one was tried again before the span that took that one's
+    place, and then not again until something else happened."""
     a, b = pair
     tokens = prompt(768)
     for n in (256, 512, 768):

@@ -36,7 +36,7 @@ from tiers.slots import Buffer
 from tiers.ssd import SsdTier
 
 Open = Callable[..., impress.PrefixStore]
-#: Nothing goes on by itself, and every read is one of the disk.
+#: Nothing runs by itself, and every read goes to the disk.
 QUIET = {"follow_every_s": 0, "repack_every_s": 0, "dram_bytes": 0, "io_threads": 4}
 
 
@@ -64,7 +64,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(store: impress.PrefixStore, tokens: np.ndarray) -> Writer:
-    """A writer that was given everything."""
+    """A writer that was given all of a prompt's KV."""
     writer = store.writer(tokens, wait_s=60)
     for layer, (k, v) in enumerate(zip(*kv_of(tokens, store.geometry), strict=True)):
         writer.put(layer, 0, k, v)
@@ -85,7 +85,7 @@ def assert_all_comes_back(store: impress.PrefixStore) -> None:
 def test_a_lease_that_ends_after_close_touches_nothing(
     open_store: Open, geometry: impress.Geometry, how: str
 ) -> None:
-    """It zeroed the header, and of what was purged punched the rows: by then another's."""
+    """It zeroed the header and, after a purge, punched the rows: by then another's."""
     before, old, new = open_store(geometry, **QUIET), prompt(256, 1), prompt(256, 2)
     assert put_prompt(before, old).wait(60)
     lease = before.lease(old)
@@ -109,7 +109,7 @@ def test_a_lease_that_ends_after_close_touches_nothing(
 def test_what_was_purged_and_is_still_held_is_erased_by_close(
     open_store: Open, geometry: impress.Geometry, holder: str
 ) -> None:
-    """It was left to the holder, who may never let go: a rebuild found the purged span again."""
+    """Erasing was left to the holder, who may never let go: a rebuild found what was purged."""
     store, tokens = open_store(geometry, **QUIET), prompt(256, 3)
     assert put_prompt(store, tokens[:128]).wait(60)
     held = store.lease(tokens) if holder == "lease" else store.writer(tokens, start=128)
@@ -128,7 +128,7 @@ def test_what_was_purged_and_is_still_held_is_erased_by_close(
 def test_a_forked_child_that_lets_go_of_a_lease_touches_nothing(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """It erased what its parent was reading."""
+    """The child erased rows that its parent was reading."""
     store, tokens = open_store(geometry, **QUIET), prompt(256, 4)
     assert put_prompt(store, tokens).wait(60)
     with store.lease(tokens) as lease:
@@ -154,8 +154,8 @@ def test_a_forked_child_that_lets_go_of_a_lease_touches_nothing(
 def test_an_eviction_that_a_close_overtook_deletes_no_segment_of_the_next(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gave empty segments back last of all, by accounts of before: the next owner's rows went,
-    and its index was all that was left of them."""
+    """It gave empty segments back at its very end, by outdated accounts: the next owner's rows
+    went, and its index was all that was left of them."""
     one, trim = open_store(geometry, **QUIET), SsdTier.trim
     assert put_prompt(one, prompt(256, 1)).wait(60)
     opened: list[impress.PrefixStore] = []
@@ -182,7 +182,7 @@ def test_a_store_that_a_close_overtook_makes_no_segment_in_the_way_of_the_next(
     one.close()
     two = open_store(geometry, shard=0, **QUIET)
     assert one.ssd.reserve(2 * MIB) is None and one.ssd.trim() == 0
-    for seed in range(4):  # each needs a segment more
+    for seed in range(4):  # each needs one more segment
         assert put_prompt(two, prompt(512, seed)).wait(60), seed
     two.check()
 
@@ -191,7 +191,7 @@ def test_a_store_that_a_close_overtook_makes_no_segment_in_the_way_of_the_next(
 def test_an_open_that_fails_as_an_erasing_hangs_keeps_the_shard(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Close had kept the lock, and the open let it go: what hung was to land on the next one's."""
+    """Close kept the lock, but the open let it go: the hung write was to land on the next one's."""
     a, b = open_store(geometry, **QUIET), open_store(geometry, **QUIET)
     assert put_prompt(a, prompt(512)[:256]).wait(60)
     b.follow()
@@ -222,8 +222,8 @@ def test_an_open_that_fails_as_an_erasing_hangs_keeps_the_shard(
 def test_an_open_that_fails_and_is_cut_off_as_it_closes_keeps_the_shard(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C, and once more in the wait for the committer: the lock was let go beside it, and what
-    it wrote then landed on the next owner's rows."""
+    """Ctrl-C, and once more in the wait for the committer: the lock was let go while that ran, and
+    its writes then landed on the next owner's rows."""
     open_store(geometry, **QUIET).close()
 
     def cut_off(*_args: object) -> None:
@@ -272,7 +272,7 @@ def test_parameters_that_are_being_changed_keep_the_shard(
 def test_a_write_that_hangs_never_lands_on_what_was_stored_since(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, keep: bool
 ) -> None:
-    """Its space was free as soon as its store was given up, and another's when it came through."""
+    """Its space was free as soon as its store was given up, and another's by the time it landed."""
     store, hang = open_store(geometry, **QUIET), Hang(monkeypatch)
     writer = written(store, prompt(256, 1))
     assert hang.begun.wait(60)
@@ -283,7 +283,7 @@ def test_a_write_that_hangs_never_lands_on_what_was_stored_since(
     else:
         store.flush()
     assert writer.stored._end.is_set()
-    monkeypatch.setattr(impress.write.batches, "WRITE_TIMEOUT_S", 60.0)  # the next one is to come
+    monkeypatch.setattr(impress.write.batches, "WRITE_TIMEOUT_S", 60.0)  # the next write is to end
     assert put_prompt(store, prompt(256, 2)).wait(60)
     store.check()
     hang.go.set()
@@ -297,7 +297,7 @@ def test_a_shard_stays_locked_while_a_write_to_it_hangs(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """The next to open it would store where that write is still to land."""
+    """The next process to open it would store where that write is still to land."""
     store = open_store(geometry, **{**QUIET, "read_timeout_s": 0.05})
     hang = Hang(monkeypatch)
     stored = put_prompt(store, prompt(256, 1))
@@ -316,14 +316,14 @@ def test_a_shard_stays_locked_while_a_write_to_it_hangs(
 def test_a_shard_that_could_not_be_opened_is_not_locked_after_it(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """On a full disk the lock stayed taken: "open for writing by process unknown", by this one."""
+    """On a full disk this process kept the lock: "open for writing by process unknown"."""
     path = open_store(geometry, **QUIET).path
     open_store(geometry, **QUIET, shard=1).close()
 
     def fails(*args: object, **named: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    (path / "shards/1/index.gone").mkdir()  # a purge was cut off
+    (path / "shards/1/index.gone").mkdir()  # left by a purge that was cut off
     with monkeypatch.context() as patch:
         patch.setattr(os if what == "pwrite" else shutil, what, fails)
         with pytest.raises(impress.StoreFailed, match="No space left on device"):
@@ -333,7 +333,7 @@ def test_a_shard_that_could_not_be_opened_is_not_locked_after_it(
 
 def test_a_commit_that_is_cut_short_is_told_to_be_of_a_full_disk_perhaps(tmp_path: Path) -> None:
     """XFS takes the beginning of what does not fit, and LMDB calls that an I/O error: a purge on a
-    full disk seemed to be on a failing one. A limit on files cuts off a write in the same way."""
+    full disk seemed to be on a failing one. A file-size limit cuts off a write in the same way."""
     index = Index(tmp_path / "index", create=True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     most = (tmp_path / "index" / "data.mdb").stat().st_size + 6 * PAGE + 1
@@ -393,7 +393,7 @@ def test_what_was_reserved_is_given_back_whatever_the_wait_for_the_rest_ends_in(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
 ) -> None:  # fmt: skip
-    """Only a medium's error was thought of: the rows' space was nobody's until the next open."""
+    """Only a medium's error was handled: the rows' space was nobody's until the next open."""
     store = open_store(geometry, **QUIET, daily_write_bytes=4 * MIB)
     left, reserve = store.stats()["writes_left_bytes"], store._home.leaving.reserve
 
@@ -415,7 +415,7 @@ def test_what_was_reserved_is_given_back_whatever_the_wait_for_the_rest_ends_in(
 def test_a_refused_store_gives_its_space_back_where_there_is_no_memory_to_wipe_its_header(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody had its space until the next open, nor that of those to be buried with it."""
+    """Its space was nobody's until the next open, as was that of spans to be buried with it."""
     store = open_store(geometry, **QUIET)
 
     def short(*_args: object) -> None:
@@ -434,7 +434,7 @@ def test_a_refused_store_gives_its_space_back_where_there_is_no_memory_to_wipe_i
 def test_a_part_of_a_window_put_while_its_writer_closes_gives_its_buffer_back(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was the closed writer's for good; and `close` met a dictionary that changed under it."""
+    """The closed writer kept it for good, and `close` met a dictionary that changed under it."""
     store, tokens = open_store(geometry, **QUIET), prompt(256, 1)
     writer = store.writer(tokens)
     keys, values = kv_of(tokens[:5], geometry)
@@ -449,7 +449,7 @@ def test_a_part_of_a_window_put_while_its_writer_closes_gives_its_buffer_back(
         return buffer
 
     def released(buffer: Buffer) -> None:
-        """The other's put ends while this thread closes."""
+        """The other thread's put ends while this one closes."""
         if threading.current_thread() is not other:
             go.set()
             other.join(60)
@@ -468,7 +468,7 @@ def test_a_part_of_a_window_put_while_its_writer_closes_gives_its_buffer_back(
 def test_layers_put_first_at_once_keep_their_importance(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each made the array of all layers' scores, and the one that was made first was lost."""
+    """Each put made the array of all layers' scores, and the one that was made first was lost."""
     store, tokens, full = open_store(geometry, **QUIET), prompt(256, 1), np.full
     keys, values = kv_of(tokens, geometry)
     scores = np.random.default_rng(0).random((geometry.n_layers, 256), dtype=np.float32)
@@ -498,7 +498,7 @@ def test_layers_put_first_at_once_keep_their_importance(
 def test_a_write_that_fails_for_whatever_reason_is_told(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what a disk may say was: rows for which there was no memory were READY, unwritten."""
+    """Only a disk's errors were told: rows that there was no memory for were READY, unwritten."""
     store, write = open_store(geometry, **QUIET), SsdTier.write
 
     def failing(ssd: SsdTier, slot: Slot, off: int, data: Bytes) -> None:
@@ -516,7 +516,7 @@ def test_a_write_that_fails_for_whatever_reason_is_told(
 def test_a_put_that_is_interrupted_holds_up_no_other_store(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while the pool's lock was waited for: a write was counted that nobody ran, and every
+    """After Ctrl-C in the wait for the pool's lock, a write was counted that nobody ran, and every
     store, purge and flush waited two minutes for it."""
     store, queue = open_store(geometry, **QUIET), IoPool._queue
 
@@ -542,8 +542,8 @@ def test_a_put_that_is_interrupted_holds_up_no_other_store(
 def test_a_store_on_a_fragmented_disk_is_ready_in_hundreds_of_parts(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its header was sized for 64: the commit broke off, and whoever waited for it waited on."""
-    monkeypatch.setattr(impress.write.leaving, "SMALL_PART", PAGE)  # else it takes 40 MiB
+    """Its header was sized for 64 parts: the commit broke off, and its waiters waited on."""
+    monkeypatch.setattr(impress.write.leaving, "SMALL_PART", PAGE)  # otherwise it takes 40 MiB
     store, tokens = open_store(geometry, **QUIET, disk_bytes=8 * MIB), prompt(640, 1)
     pages = [store.ssd.reserve(PAGE) for _ in range(8 * MIB // PAGE)]
     free = [*range(0, 1400, 2), *range(1800, len(pages))]
@@ -567,7 +567,7 @@ def test_a_store_on_a_fragmented_disk_is_ready_in_hundreds_of_parts(
 def test_a_header_that_outgrows_its_place_fails_its_own_store_only(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that was committed with it was abandoned: its waiters hung, its space was gone."""
+    """All stores committed with it were abandoned: their waiters hung, their space was gone."""
     store, hang = open_store(geometry, **QUIET), Hang(monkeypatch)
     first = put_prompt(store, prompt(128, 1))  # the others wait behind it, for one commit
     with monkeypatch.context() as patch:
@@ -582,7 +582,7 @@ def test_a_header_that_outgrows_its_place_fails_its_own_store_only(
 
 
 def test_a_prompt_whose_header_no_segment_holds_is_refused_by_the_setting(open_store: Open) -> None:
-    """It was called a full disk, and all else had gone for its rows."""
+    """The reason given was a full disk, and all else had been evicted for its rows."""
     deep = impress.Geometry(1024, 1, 1, 1, "float16")  # a MiB of header for every 200 tokens
     store = open_store(deep, disk_bytes=40 * MIB)
     for seed in range(2):

@@ -1,4 +1,4 @@
-"""Sessions that choose rows: what they choose, and that what they bring is what was stored."""
+"""Sessions that choose rows: what they choose, and that they bring the rows that were stored."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def kv(geometry: impress.Geometry) -> tuple[list[torch.Tensor], list[torch.Tenso
 
 
 def asked(geometry: impress.Geometry, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A query, and what its new tokens see of each other."""
+    """A query, and the suffix_lse of what its new tokens see of each other."""
     generator, dtype = torch.Generator().manual_seed(layer + 7), getattr(torch, geometry.dtype)
     query = torch.randn(geometry.n_heads, N_QUERY, geometry.head_dim, generator=generator).to(dtype)
     new = torch.randn(geometry.n_kv_heads, N_QUERY, geometry.head_dim, generator=generator)
@@ -129,8 +129,8 @@ def test_rows_brought_are_the_stored_rows_whatever_is_chosen(
 def test_keys_that_were_all_read_come_as_they_were_read_to_who_asks_so(
     open_store: Open, shape: str
 ) -> None:
-    """Who has them on a device takes the chosen ones there: picked out on the host they cost the
-    paper's baseline a tenth of its time, which no device would take."""
+    """A caller that has them on a device picks the chosen ones there: picking them on the host cost
+    the paper's baseline a tenth of its time, which no device would take."""
     store = open_store(SHAPES[shape], dram_bytes=0)
     fill(store)
     keys, values = kv(store.geometry)
@@ -144,7 +144,7 @@ def test_keys_that_were_all_read_come_as_they_were_read_to_who_asks_so(
                 for layer in range(store.geometry.n_layers):
                     query, lse = asked(store.geometry, layer)
                     got.append(session.retrieve(layer, query, suffix_lse=lse))
-                for layer, (k, v, pos) in enumerate(got):  # each until the session ends
+                for layer, (k, v, pos) in enumerate(got):  # each is valid until the session ends
                     assert torch.equal(pos, want[layer][2])
                     assert torch.equal(v, values[layer][:, pos])
                     every = not isinstance(policy, Contiguous) or layer == 0
@@ -159,8 +159,8 @@ def test_keys_that_were_all_read_come_as_they_were_read_to_who_asks_so(
 def test_all_keys_of_packed_prefixes_come_as_they_lie_to_who_asks_so(
     open_store: Open, shape: str
 ) -> None:
-    """Put in order on the host they cost "IMPRESS without identification" a quarter of its time,
-    which no other system paid: identification seemed to gain half as much again."""
+    """Ordering them on the host cost "IMPRESS without identification" a quarter of its time, which
+    no other system paid: identification seemed to gain half as much again."""
     store = open_store(SHAPES[shape], dram_bytes=0)
     keys, values = kv(store.geometry)
     rng = np.random.default_rng(5)
@@ -188,7 +188,7 @@ def test_all_keys_of_packed_prefixes_come_as_they_lie_to_who_asks_so(
 def test_without_memory_to_read_ahead_a_layer_is_read_in_its_turn(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request was lost where there was none for the records of a layer to come."""
+    """A request was lost when there was no memory for the records of a later layer."""
     store = open_store(next(iter(SHAPES.values())), probes=("int4-v1",))
     fill(store)
     start, refused = SparseSession._start_probes, []
@@ -213,8 +213,8 @@ def test_without_memory_to_read_ahead_a_layer_is_read_in_its_turn(
 def test_a_query_that_is_to_be_differentiated_chooses_the_same_rows(
     open_store: Open, shape: str, policy: Policy
 ) -> None:
-    """Outside of no_grad torch said that its out= does not go with that, of whichever product came
-    first, and nothing was chosen."""
+    """Outside of no_grad, torch said of whichever product came first that out= does not go with
+    that, and nothing was chosen."""
     geometry = SHAPES[shape]
     store = open_store(geometry, probes=("heads3-v1", "int4-v1"))
     fill(store)
@@ -284,7 +284,7 @@ PIECES_AT_MOST = 2  # one of K and one of V for each row, when none lie together
 
 
 def test_keys_that_are_chosen_by_are_read_ahead_two_layers_at_a_time(open_store: Open) -> None:
-    """All keys of a layer were asked for when it was its turn, with the disk idle meanwhile."""
+    """All keys of a layer used to be read only in its turn, with the disk idle until then."""
     store = open_store(impress.Geometry(5, 4, 4, 64, "float32"), dram_bytes=0)  # holds no copies
     fill(store)
     of_layer = N_TOKENS * store.geometry.k_row_bytes
@@ -350,7 +350,7 @@ def test_a_cap_without_room_for_a_window_beside_what_is_read_to_choose_chooses_n
     open_store: Open, probes: tuple[str, ...]
 ) -> None:
     """The sketch alone was over the cap, no row of the prefix was left, and the layer was answered
-    without it; where records had to be made, all keys were read and counted for nothing."""
+    without the prefix; where records had to be made, all keys were read but not counted."""
     geometry = SHAPES["mha"]
     store = open_store(geometry, probes=probes, dram_bytes=0)
     fill(store)
@@ -388,7 +388,7 @@ def test_a_policy_without_an_identifier_gets_no_session(open_store: Open) -> Non
 
 
 def test_a_policy_that_can_never_be_kept_to_gets_no_session(open_store: Open) -> None:
-    """Pages went for tokens and three heads for all; a unit failed in the first layer of a hit."""
+    """Pages passed for tokens, and three heads for all; a unit failed in a hit's first layer."""
     store = open_store(SHAPES["mha"], probes=("heads3-v1", "pages16-v1"))
     fill(store)
     with store.lease(prompt(N_TOKENS)) as lease:
@@ -401,7 +401,7 @@ def test_a_policy_that_can_never_be_kept_to_gets_no_session(open_store: Open) ->
 
 @dataclass(frozen=True)
 class Said:
-    """An identifier that says this, whatever it is asked."""
+    """The policy of an identifier that returns `found`, whatever it is asked."""
 
     found: Any
     name: str = "said"
@@ -450,14 +450,14 @@ def test_an_identifier_that_names_no_rows_of_the_prefix_is_refused(
     assert store.buffers.used_bytes == 0
     assert store.lookup(prompt(N_TOKENS)) == N_TOKENS
     with store.lease(prompt(N_TOKENS)) as lease:
-        retrieve_all(lease, Said(rows_at()))  # no row is a choice, too
+        retrieve_all(lease, Said(rows_at()))  # choosing no row is allowed
 
 
 @pytest.mark.parametrize("group", [48, 128])
 def test_a_codec_whose_groups_do_not_fill_windows_is_refused(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, group: int
 ) -> None:
-    """A store was READY and dropped by its first lease as unreadable, or failed by a division."""
+    """A store became READY and its first lease dropped it as unreadable, or a division failed."""
     for codec in (LowBit("wide-v1", 4, group), MinMax("none-v1", 1)):
         monkeypatch.setitem(probes._CODECS, codec.name, codec)
     monkeypatch.setattr(MinMax, "probe_bytes", lambda codec, geometry: 0)
@@ -481,7 +481,7 @@ def test_a_codec_whose_groups_do_not_fill_windows_is_refused(
 def test_a_codec_that_makes_other_records_than_it_says_fails_the_store(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, made: Any
 ) -> None:
-    """They were stored, and rows chosen by other tokens' records."""
+    """They were stored, and rows were chosen by other tokens' records."""
     odd = LowBit("odd-v1", 4)
     monkeypatch.setitem(probes._CODECS, odd.name, odd)
     store = open_store(SHAPES["mha"])
@@ -493,7 +493,7 @@ def test_a_codec_that_makes_other_records_than_it_says_fails_the_store(
         lease.session(Quality(probe=odd.name)) as session,
         pytest.raises(impress.ImpressError, match="'odd-v1': encode must return"),
     ):
-        session.retrieve(0, query, suffix_lse=lse)  # made from its keys
+        session.retrieve(0, query, suffix_lse=lse)  # records made from its keys
     store.close()
     again = open_store(SHAPES["mha"], probes=(odd.name,))
     keys, values = kv(again.geometry)
@@ -568,8 +568,8 @@ def test_a_damaged_piece_is_a_loss_in_a_sparse_session_too(open_store: Open, at:
 def test_scattered_rows_are_cut_for_threads_only_where_a_thread_reads_one_by_one(
     engine: str, least: int, most: int, tmp_path: Path
 ) -> None:
-    """A queue has many requests under way at once: more slices only hand the interpreter round.
-    Without one, requests wait for each other within a slice."""
+    """A queue has many requests under way at once: more slices only pass the interpreter around.
+    Without a queue, requests wait for each other within a slice."""
     if why := why_not(engine):
         pytest.skip(f"io_engine {engine}: {why}")
     geometry = impress.Geometry(1, 16, 16, 64, "float16")  # rows of 2 KiB

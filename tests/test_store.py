@@ -211,7 +211,7 @@ def test_of_stores_that_fail_while_nobody_asks_one_is_kept(
 ) -> None:
     """Each error held its rows' sums and labels for as long as nobody called `flush`."""
     store = open_store(geometry)
-    others = [found for found in gc.get_objects() if type(found) is Draft]  # of tests before
+    others = [found for found in gc.get_objects() if type(found) is Draft]  # of earlier tests
     for seed in range(5):
         keys, values = kv_of(prompt(64, seed), geometry)
         keys[0][:] = np.nan
@@ -227,8 +227,8 @@ def test_of_stores_that_fail_while_nobody_asks_one_is_kept(
 def test_what_a_new_store_lies_in_is_durable(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power cut may take the name of a folder that nobody synced, and all that is in it: of what
-    was READY nothing was found, and an empty store began."""
+    """A power cut may take the name of a folder that nobody synced, and all that is in it: nothing
+    that was READY was found, and an empty store began."""
     synced: set[Path] = set()
     for module in (files, env, directory):
         monkeypatch.setattr(module, "sync_path", synced.add)
@@ -278,7 +278,7 @@ def test_a_full_disk_evicts_the_least_recently_used_first(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
     store = open_store(geometry, disk_bytes=4 * MIB, dram_bytes=0)
-    prompts = [prompt(192, seed) for seed in range(12)]  # 1.5 MiB of KV each three
+    prompts = [prompt(192, seed) for seed in range(12)]  # 768 KiB of KV each
     for tokens in prompts:
         put_prompt(store, tokens).wait(60)
         store.lease(prompts[0]).release()
@@ -319,8 +319,8 @@ def test_a_put_that_finds_no_slot_refuses_the_whole_store(
 def test_a_prompt_larger_than_the_write_buffers_is_stored_by_the_readmes_call(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default nobody waited for a write buffer: beyond `write_buffer_bytes` (512 tokens of the
-    README's geometry) each prompt was refused wherever the disk was slower than the copying."""
+    """By default a store waited for no write buffer: every prompt beyond `write_buffer_bytes` (512
+    tokens of the README's geometry) was refused if the disk was slower than the copying."""
     go, write, acquire = threading.Event(), SsdTier.write, BufferPool.acquire
 
     def slow(*args: Any) -> None:
@@ -330,7 +330,7 @@ def test_a_prompt_larger_than_the_write_buffers_is_stored_by_the_readmes_call(
     def asked(pool: BufferPool, n_bytes: int, wait_s: float = 0.0) -> Any:
         buffer = acquire(pool, n_bytes)
         if buffer is None and wait_s:
-            go.set()  # the disk comes round once somebody waits for it
+            go.set()  # the disk goes on once somebody waits for it
             buffer = acquire(pool, n_bytes, wait_s)
         return buffer
 
@@ -421,7 +421,7 @@ def test_a_device_that_is_not_there_is_refused_with_the_setting_to_change(
 def test_a_dram_budget_that_cannot_hold_one_chunk_is_refused(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """It was taken, and nothing was ever kept: every request read the disk."""
+    """It was accepted, but nothing was ever kept: every request read the disk."""
     chunk = 64 * geometry.n_kv_heads * geometry.head_dim * 2 * 4
     with pytest.raises(impress.ConfigError, match=rf"dram_bytes {chunk} cannot hold one chunk"):
         open_store(geometry, dram_bytes=chunk)
@@ -488,7 +488,7 @@ def test_a_session_outlives_its_lease_once_all_is_retrieved(
 def test_a_closed_store_serves_nothing_rather_than_what_is_in_the_buffers(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Tasks that never ran once counted as done: a session handed out unread memory."""
+    """Tasks that had never run used to count as done: a session handed out unread memory."""
     store = open_store(geometry)
     tokens = prompt(128)
     put_prompt(store, tokens).wait(60)
@@ -588,8 +588,8 @@ def test_a_late_read_is_a_loss_and_its_buffer_waits_for_it(
 def test_ctrl_c_while_a_lease_waits_for_the_disk_pins_nothing(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it was about to hold could not be evicted, purged or repacked until the store closed: no
-    lease was there to be taken back."""
+    """What it was about to hold could not be evicted, purged or repacked until the store closed:
+    there was no lease to give it back."""
     store = open_store(geometry)
     tokens = prompt(128)
     put_prompt(store, tokens).wait(60)
@@ -602,7 +602,7 @@ def test_ctrl_c_while_a_lease_waits_for_the_disk_pins_nothing(
             raise KeyboardInterrupt
 
     def slow(*reads: Any) -> Any:
-        # Again and again, as a user would: Python misses one that comes just before it waits.
+        # Again and again, as a user would: Python misses a signal that comes just before it waits.
         while not interrupted.wait(0.05):
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return read(*reads)
@@ -637,7 +637,7 @@ def no_more_files(store: impress.PrefixStore) -> Iterator[None]:
 
 @contextmanager
 def no_permission(store: impress.PrefixStore) -> Iterator[None]:
-    """Somebody took the right to read the store's segments away; none is open."""
+    """Somebody took away the right to read the store's segments; none is open."""
 
     def refused(_path: Path) -> int:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -657,7 +657,7 @@ def no_permission(store: impress.PrefixStore) -> Iterator[None]:
 def test_a_process_without_files_or_permission_misses_and_loses_nothing(
     open_store: Open, geometry: impress.Geometry, without: Any, said: str, reason: str
 ) -> None:
-    """It is not the medium that fails: what was stored was deleted, with all that hangs from it."""
+    """The medium does not fail, but what was stored was deleted, with all that hangs from it."""
     store = open_store(geometry, dram_bytes=0)
     tokens = prompt(128)
     scores = np.random.default_rng(0).random((2, 128), dtype=np.float32)
@@ -678,12 +678,12 @@ def test_a_process_without_files_or_permission_misses_and_loses_nothing(
 
 
 def read_only(n_bytes: int) -> mmap.mmap:
-    """Memory that nobody may write to, as a file's that is mapped to be read."""
+    """Memory that nobody may write to, like that of a file mapped for reading."""
     return mmap.mmap(-1, n_bytes, prot=mmap.PROT_READ)
 
 
 def pages_gone(n_bytes: int) -> mmap.mmap:
-    """Shared memory that was cut short behind its back: to touch it is a fault."""
+    """Shared memory that was cut short after it was mapped: touching it is a fault."""
     fd = os.memfd_create("gone")
     os.ftruncate(fd, n_bytes)
     area = mmap.mmap(fd, n_bytes)
@@ -795,7 +795,7 @@ def test_a_process_out_of_memory_misses_and_keeps_nothing_pinned(
 def test_a_put_that_is_given_no_memory_refuses_the_whole_store(
     open_store: Open, geometry: impress.Geometry, n_rows: int
 ) -> None:
-    """It raised what only a read may fail with: no ImpressError, and not what `put` says."""
+    """It raised what only a read may fail with: not an ImpressError, nor what `put` documents."""
     store = open_store(geometry)
     tokens = prompt(192)
     keys, values = kv_of(tokens, geometry)
@@ -930,7 +930,7 @@ def test_counters_and_metrics_tell_what_happened(
 
 
 def test_every_metric_of_the_guard_is_what_it_says() -> None:
-    """By name and kind alone a test would not see two of them swapped."""
+    """A test by name and kind alone would not see two of them swapped."""
     wanted = ("shadows", "exceeded", "understated", "dropped", "sent_back", "bound",
               "worst_missing_mass", "reruns", "flips")  # fmt: skip
     ledger = {key: float(i) for i, key in enumerate(wanted, 2)}

@@ -77,8 +77,8 @@ class StoreMachine(RuleBasedStateMachine):
         return stats["evicted_spans"], stats["dead_bytes"]
 
     def forget(self) -> None:
-        """Something may have been evicted, and only by that may it be gone: what is left must be
-        prefix-closed."""
+        """Something may have been evicted, and nothing may be gone for any other reason: what is
+        left must be prefix-closed."""
         self.store.flush()
         before, self.gone = self.gone, self.gone_so_far()
         left = {p for p in self.known if self.store.lookup(tokens_of(p)) == len(p) * WINDOW}
@@ -165,7 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(path=paths, seed=st.integers(0, 99))
     def choose_rows(self, path: Path_, seed: int) -> None:
-        """Requests whose identifier chose some rows: what history makes of them is for repacks."""
+        """Requests whose identifier chose some rows: repacks use what history makes of them."""
         with self.store.lease(tokens_of(path)) as lease:
             for source in lease.sources:
                 n_rows = source.held.record.n_windows * WINDOW
@@ -179,7 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(dry_run=st.booleans())
     def repack(self, dry_run: bool) -> None:
-        """Moves what it finds worth it, evicts nothing; the next pass moves nothing more."""
+        """Moves what it finds worth moving and evicts nothing; the next pass moves nothing more."""
         self.store.repack(dry_run=dry_run)
         before = self.known
         self.forget()

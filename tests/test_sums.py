@@ -1,4 +1,4 @@
-"""What copies of whole chunks are compared with."""
+"""The checksums that copies of whole chunks are compared with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiers.base import PAGE, Bytes, Pieces, Read, Sums, sums_of, verify
 from tiers.errors import ReadFailed
 
 N = 4  # pieces of a chunk's plane
-#: Of the prompts.
+#: Chunks in a prompt.
 N_CHUNKS = N_TOKENS // 64
 PLANES = {0: N * PAGE, 1: N * PAGE}
 
@@ -44,8 +44,8 @@ def read(cache: ChunkCache, plane: int, entry: int, as_one_of: Sums) -> Bytes:
 def test_an_entry_s_bytes_pass_for_no_other_chunk_s(
     mixed: list[int], plane: int, other: int
 ) -> None:
-    """Whatever leads to it, a map that is wrong or an entry given to somebody else: with sums of
-    what the entry holds alone, any chunk's bytes would be right."""
+    """Whatever the cause, a wrong map or an entry given to somebody else: with sums only of what
+    the entry holds, any chunk's bytes would pass."""
     cache = ChunkCache(2 * sum(PLANES.values()), PLANES, 1)
     chunk = noise(N * PAGE, seed=7)
     filled(cache, plane, chunk)
@@ -72,9 +72,9 @@ def test_a_bit_that_flips_in_a_copy_is_found(byte: int, bit: int) -> None:
 def test_what_a_caller_writes_once_its_rows_are_compared_gets_into_no_copy_s_sum(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
-    """The sum was taken of the caller's memory, behind the comparison: one time in a dozen an
+    """The sum was taken of the caller's memory, after the comparison: one time in a dozen an
     engine with one pair of tensors for all layers had written there in between, and the next
-    request lost its prefix though each of its bytes was right."""
+    request lost its prefix although each of its bytes was right."""
     out = tuple(token_major()[0]) if own else None
     looked_at, compared, go_on = list[Any](), list[Any](), threading.Event()
 

@@ -78,7 +78,7 @@ def assert_stored(
     system: System, data: Data, prefix: int, layer: int, k: torch.Tensor, v: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:  # fmt: skip
-    """These are the prefix's rows of a layer at these positions, in as many bits as it reads."""
+    """Check that k and v are the prefix's rows at these positions, in the bits the system reads."""
     source = data.prefixes[prefix]
     for got, rows in ((k, source.keys(layer)), (v, source.values(layer))):
         if system.bits < 16:
@@ -128,7 +128,7 @@ def test_heads_agree_as_much_as_the_knob_says() -> None:
     by_knob = []
     for agreement in (0.1, 0.5, 0.95):
         knobs = Knobs(agreement=agreement, spread=0.0, smooth=1)
-        # Query heads 0-2 of this shape use two KV heads: what they have in common is the knob's.
+        # Query heads 0-2 of this shape use two KV heads: what they agree on comes from the knob.
         by_knob.append(np.mean([s.agreement for s in _selections(knobs, Paper(0.25, gate=False))]))
     assert by_knob == sorted(by_knob)
     assert by_knob[2] - by_knob[0] > 0.15
@@ -136,8 +136,8 @@ def test_heads_agree_as_much_as_the_knob_says() -> None:
 
 @pytest.mark.parametrize("name", ["opt-6.7b", "llama-3-8b"])
 def test_heads_that_share_keys_agree_no_more_than_others(name: str) -> None:
-    """The first three heads of Llama-3-8B share a KV head, and all looked at the same rows: no
-    layer of it could fall back, whatever the knob said. Of the trained GQA model 91 % do."""
+    """The first three heads of Llama-3-8B share a KV head, and all looked at the same rows: none of
+    its layers could fall back, whatever the knob said. In the trained GQA model 91 % do."""
     shape, fell = SHAPES[name], []
     for agreement in (0.0, 0.95):
         knobs = Knobs(agreement=agreement, spread=0.0)
@@ -148,7 +148,7 @@ def test_heads_that_share_keys_agree_no_more_than_others(name: str) -> None:
 
 
 def test_how_far_choices_follow_the_average_is_said_of_what_was_measured(data: Data) -> None:
-    """The knob was, and not what came of it."""
+    """The knob's value was reported, and not what it led to."""
     load = Load(n_measured=24, n_warm=1, most_windows=1)
     with Bench(chosen(["recompute", "impress"]), data, load, 0.0) as bench:
         recompute, impress = (bench.overlap(system.policy) for system in bench.systems)
@@ -212,7 +212,7 @@ def test_choosing_by_three_heads_costs_less_than_by_all() -> None:
 
 
 def test_waits_are_counted_and_dilated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of ours, of which a look takes a microsecond."""
+    """On a fake clock, where each reading takes a microsecond."""
     now_s = [0.0]
 
     def pass_time(seconds: float = 1e-6) -> float:
@@ -233,8 +233,8 @@ def test_waits_are_counted_and_dilated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_request_in_a_row_comes_with_the_first_token_of_the_one_before() -> None:
-    """What reads everything copies it up before its server is free. That stood on nobody's clock:
-    of those that read everything a row was one with pauses."""
+    """A system that reads everything copies it up before its server is free. No clock counted that:
+    for such systems, requests in a row were as if they came with pauses."""
     begun, bench = iter((0.0, 1.5, 3.0)), Mock(_disk_gb_s=5.0)
     bench.device.dilation = 1.0
     server = Mock(serve=lambda _: Served(1.0, 0.5, 0.2, began_s=next(begun)), behind_bytes=5)
@@ -246,8 +246,8 @@ def test_a_request_in_a_row_comes_with_the_first_token_of_the_one_before() -> No
 
 
 def test_what_is_read_for_the_caches_behind_requests_is_said(data: Data) -> None:
-    """It stood in no figure: what chooses rows, and caches whatever it used last, read more than
-    the system that reads everything, and was said to read half."""
+    """No figure had it: a system that chooses rows and caches whatever it used last read more than
+    the system that reads everything, but was said to read half."""
     systems = chosen(["as", "as_h2o_lru"])
     with Bench(systems, data, Load(n_measured=8, n_warm=4, most_windows=1), 0.0) as bench:
         behind = {name: summary(s)["behind_mb"] for name, s in bench.measure().items()}
@@ -255,7 +255,7 @@ def test_what_is_read_for_the_caches_behind_requests_is_said(data: Data) -> None
 
 
 def test_an_interval_of_requests_in_a_row_draws_rows_whole() -> None:
-    """Requests of a row are alike: drawn one by one, five rows of eight said too much."""
+    """Requests in a row are alike: drawn one by one, five rows of eight seemed too certain."""
     values = np.repeat([10.0, 20.0, 30.0, 40.0, 50.0], 8)
     alone, in_rows = interval(values, 50), interval(values, 50, in_a_row=8)
     assert in_rows[0] <= alone[0] < alone[1] <= in_rows[1]
@@ -263,8 +263,8 @@ def test_an_interval_of_requests_in_a_row_draws_rows_whole() -> None:
 
 
 def test_a_row_keeps_each_request_so_that_systems_can_be_set_against_each_other() -> None:
-    """A report had percentiles alone: that one system took less of the same requests than another
-    could not be told apart from chance."""
+    """A report had only percentiles: if one system took less than another for the same requests,
+    that could not be told apart from chance."""
     served = [
         Served(0.1, 0.05, 0.05, {"ssd": 8}, dilation=2.0),
         Served(0.06, 0.05, 0.01, {"ssd": 8}, dilation=4.0),
@@ -284,7 +284,7 @@ def test_requests_are_drawn_by_popularity_and_never_repeat() -> None:
 
 @pytest.mark.parametrize("zipf", [0.6, 1.2, None])
 def test_windows_of_warming_ask_for_the_same_prefixes_by_other_requests(zipf: float | None) -> None:
-    """Windows drawn anew differed by several hundredths in what caches had of them, for good: no
+    """Windows drawn anew always differed by several hundredths in how much of them caches had: no
     cell was ever called flat, whatever its caches held."""
     load = Load(zipf=zipf, n_warm=50, most_windows=3, n_measured=1000)
     asked = order_of(load, 7)
@@ -305,8 +305,8 @@ def test_budgets_keep_the_papers_ratio() -> None:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: shape.name)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_low_bit_rows_are_read_into_place(bits: int, shape: Shape) -> None:
-    """OPT-30B's int4 rows were padded two by two, and so copied twice: the only model in which
-    int4 of everything did not win."""
+    """OPT-30B's int4 rows were padded two by two, and so copied twice: it was the only model in
+    which int4 of everything did not win."""
     layout = PlaneLayout.of(row_geometry(shape.geometry(1), bits).k_row_bytes, WINDOW)
     assert layout.dense
 
@@ -314,7 +314,7 @@ def test_low_bit_rows_are_read_into_place(bits: int, shape: Shape) -> None:
 def test_compute_is_stretched_by_what_the_disk_gives_at_the_time(
     data: Data, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A rate measured once went for an hour in which the disk gave a third, and twice, of it."""
+    """A rate measured once was used for an hour while the disk gave a third of it, and twice it."""
     rates = iter([1.0, 2.5, 5.0])
     monkeypatch.setattr(cell, "Yardstick", lambda _files: SimpleNamespace(
         gb_s=lambda: next(rates), close=lambda: None,
@@ -329,7 +329,7 @@ def test_compute_is_stretched_by_what_the_disk_gives_at_the_time(
     assert row["disk_gb_s_low"] < row["disk_gb_s"] == 3.75 < row["disk_gb_s_high"]
     assert row["p90_low"] <= row["p90_ms"] <= row["p90_high"]
     stated = {one.stated_s / one.dilation for one in served}
-    assert max(stated) < 1.2 * min(stated)  # the same work, of prompts about as long
+    assert max(stated) < 1.2 * min(stated)  # the same work, for prompts about as long
 
 
 def test_the_yardstick_reads_every_file_and_says_the_median(
@@ -353,8 +353,8 @@ def test_the_yardstick_reads_every_file_and_says_the_median(
 def test_the_yardstick_asks_the_disk_for_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
-    """A store's last segment was read too, of which a part was reserved and never written: such
-    reads end in memory, at 4.4 GB/s where the disk gave 3.3."""
+    """It also read a store's last segment, part of which was reserved and never written: such reads
+    are served from memory, at 4.4 GB/s where the disk gave 3.3."""
     monkeypatch.setattr(yardstick, "N_BYTES", 2 << 20)
     for name in names:
         with (tmp_path / name).open("wb") as file:
@@ -388,7 +388,7 @@ def test_low_bit_rows_come_back_nearly(bits: int, share: float) -> None:
 
 @pytest.mark.parametrize(("windows", "flat"), [(4, False), (8, True)])
 def test_whether_hit_rates_were_flat_is_noted(windows: int, flat: bool, data: Data) -> None:
-    """Warming ends at a number of windows too; a report said only how many requests it took."""
+    """Warming also ends after a number of windows; a report said only how many requests it took."""
     (recompute,) = chosen(["recompute"])  # whose hit rate is 0 in every window
     load = Load(n_measured=1, n_warm=1, most_windows=windows)
     with Bench([recompute], data, load, 0.0) as bench:
@@ -398,7 +398,7 @@ def test_whether_hit_rates_were_flat_is_noted(windows: int, flat: bool, data: Da
 
 def test_systems_that_take_turns_read_into_the_same_memory(data: Data) -> None:
     """Each had memory of its own: sixteen took more than the machine had, and read into pages that
-    were taken from one another."""
+    they took from one another."""
     seen: dict[str, int] = {}
     load = Load(n_measured=1, n_warm=1, most_windows=1)
     with Bench(chosen(["as", "impress", "as_int4", "exact"]), data, load, 0.0) as bench:
@@ -416,7 +416,7 @@ def test_systems_that_take_turns_read_into_the_same_memory(data: Data) -> None:
 def test_each_system_is_warmed_until_its_hit_rates_are_flat(
     data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Choices are made beforehand for the windows that are always served alone."""
+    """Choices are made in advance only for the windows that are always served."""
     rates = iter([0.0, 0.1, 0.2, 0.3, 0.4, 0.41, 0.39, 0.4, *[0.5] * 5])
     monkeypatch.setattr(cell, "hit_rate", lambda *_: next(rates))
     load = Load(n_measured=1, n_warm=2, most_windows=9)
@@ -448,15 +448,15 @@ def test_the_mode_is_chosen_by_what_things_cost(dilation: float, mode: str, data
 
 
 def test_the_mode_is_learnt_while_caches_are_warmed(data: Data) -> None:
-    """It began each cell knowing one forward, and had to look at the two other ways once within
-    forty requests: of Llama's that was 6 % of the mean by itself."""
+    """It began each cell knowing one forward, and had to try the two other ways once within forty
+    requests: for Llama that alone was 6 % of the mean."""
     systems = chosen(["exact", "auto"])
     with Bench(systems, data, Load(n_measured=1, n_warm=3, most_windows=1), 1.0) as bench:
         bench.warm()
         exact, auto = bench.servers
         assert exact._rates is None and auto._rates is not None
         learnt = auto._rates
-        # And the one before.
+        # These three, and the one before.
         assert sum(fit.n_samples for fit in learnt._costs.forwards.values()) == 4
         assert bench.device.dilation == 1.0
         bench.measure()
@@ -469,8 +469,8 @@ def _seconds(names: list[str], n_measured: int) -> float:
 
 
 def test_the_time_said_at_the_start_counts_all_choices() -> None:
-    """Those of the requests that are measured, and of those that an order of rows is learnt from,
-    are made before the clock: minutes that the estimate left out."""
+    """Choices for the measured requests, and for those that an order of rows is learnt from, are
+    made before the clock starts: minutes that the estimate left out."""
 
     def more(*names: str) -> float:
         return _seconds([*names], 1000) - _seconds([*names], 100)
@@ -485,7 +485,7 @@ def test_the_time_said_at_the_start_counts_all_choices() -> None:
 
 
 def test_zero_hit_times_what_the_engine_calls() -> None:
-    """It once wrapped a method that had moved, and nobody ran it."""
+    """It once wrapped a method that had moved, and nobody had run it."""
     from experiments import zero_hit
     from impress.engines import hf
 
@@ -496,8 +496,8 @@ def test_zero_hit_times_what_the_engine_calls() -> None:
 
 
 def test_zero_hit_leaves_decoding_out_of_what_storing_costs() -> None:
-    """With seven tokens behind the first, the engine's faster decoding made up for what storing
-    took."""
+    """With seven tokens after the first, the engine's faster decoding made up for the time that
+    storing took."""
     from experiments import zero_hit
 
     asked: list[int] = []
@@ -522,7 +522,7 @@ def test_zero_hit_leaves_decoding_out_of_what_storing_costs() -> None:
     prompts = [torch.zeros(1, 4, dtype=torch.int64)] * 3 * zero_hit.BLOCK
     row = zero_hit._compared(engine, SimpleNamespace(generate=plain), prompts)
     assert set(asked) == {1} and len(asked) == 2 * len(prompts)
-    assert row["n"] == 2 * (zero_hit.BLOCK - 1)  # but the first of each block
+    assert row["n"] == 2 * (zero_hit.BLOCK - 1)  # except the first of each block
     assert row["to_forward_ms"] > 0
     said, _ = zero_hit.figures([{"hit": 0, "storing": True, **row}], None)
     assert said["zero_hit_throughput_share"] == row["throughput_share"] > 0

@@ -1,5 +1,5 @@
-"""The systems where compute is not waited for but done: by a CUDA device, or its kernels on a
-processor, which shows all but the copies and what goes on beside them."""
+"""The systems with computing that is done, not waited for: by a CUDA device, or by its kernels on a
+processor, which shows everything except the copies and what goes on beside them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_new_tokens_on_rows_come_to_what_the_whole_prompt_comes_to(shape: Shape,
 
 @pytest.mark.parametrize("on", ON)
 def test_keys_that_were_looked_at_are_taken_on_the_device(on: str) -> None:
-    """And those of the layer before are not taken for them."""
+    """Keys of the layer before are not taken for them."""
     n = 64
     prefix = Prefix(GATED, n, 7, 8)
     device = Cuda(GATED, 2, [prefix], KNOBS, on)
@@ -142,11 +142,11 @@ def _options(tmp_path: Path, **more: object) -> Options:
 
 
 def test_fewer_requests_of_fewer_systems_can_be_asked_for(tmp_path: Path) -> None:
-    """Ten minutes are what a machine with a GPU may be had for."""
+    """A machine with a GPU may be had for ten minutes."""
     found = ttft.cells(_options(tmp_path, requests=60, systems="as, impress"))
     sizes = {cell.params["cell"]: cell.params["n"] for cell in found[1:]}
     assert sizes["base"] == sizes["ratio 65"] == 60
-    assert sizes["in_a_row 8"] == 64  # else its rows were not whole, which was found at the end
+    assert sizes["in_a_row 8"] == 64  # else its rows were not whole, found only at the end
     assert {cell.params["systems"] for cell in found[1:]} == {"as,impress"}
     few = ttft.cells(_options(tmp_path, requests=60, systems="as, impress", prefixes=4))[1]
     assert few.params["asked_prefixes"] == 4 and few.seconds < found[1].seconds
@@ -157,8 +157,8 @@ def test_fewer_requests_of_fewer_systems_can_be_asked_for(tmp_path: Path) -> Non
 
 
 def test_cells_of_another_clock_or_of_other_systems_are_not_taken_for_these(tmp_path: Path) -> None:
-    """`--resume` kept requests in a row of the clock before, and an ablation that lacked a system:
-    the paper's shares were then missing, without a word."""
+    """`--resume` kept requests in a row that were timed by an older clock, and an ablation that
+    lacked a system: the paper's shares were then missing, without a word."""
     (in_a_row,) = [c for c in ttft.cells(_options(tmp_path)) if c.params.get("in_a_row") == 8]
     assert in_a_row.params["clock"] == "from the first token before"
     for cell in ablation.cells(_options(tmp_path))[1:]:
@@ -166,7 +166,7 @@ def test_cells_of_another_clock_or_of_other_systems_are_not_taken_for_these(tmp_
 
 
 def test_cells_of_two_cards_are_two_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--resume` on a machine like the first, but for its card, had both in one report."""
+    """`--resume` on a machine that differed only in its card had both in one report."""
     found = []
     for card in ("NVIDIA H100", "NVIDIA H200"):
         monkeypatch.setattr("experiments.systems.sizes.why_not", lambda: "")

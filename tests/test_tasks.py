@@ -38,8 +38,8 @@ def test_rte_is_asked_as_lm_eval_asks_it() -> None:
 
 
 def test_copa_drops_the_full_stop_and_connects() -> None:
-    """A choice goes on with the sentence, as in lm-eval's convert_choice: it kept its capital, so
-    that "because The sun was rising." was scored and shown as shots."""
+    """A choice continues the sentence, as in lm-eval's convert_choice. It kept its capital, so that
+    "because The sun was rising." was scored and shown in shots."""
     rows = load("copa", str(DATA / "copa"))
     assert rows.train[0].context == "My body cast a shadow over the grass because"
     assert rows.train[0].choices == (" the sun was rising.", " the grass was cut.")
@@ -112,7 +112,7 @@ def test_a_malformed_row_is_named_by_file_line_and_field(
     [
         (b"{not json\n", "line 1: not JSON"),
         (b"[1]\n", "got list"),
-        (b"\n", "no rows"),  # it was told that "-1" shots could be had
+        (b"\n", "no rows"),  # the error said that "-1" shots could be had
         (b"\n\xff\n", "line 2: not UTF-8 at its byte 0"),
         (b"[" * 100_000 + b"\n", "line 1: not JSON"),
     ],
@@ -158,7 +158,7 @@ def test_a_data_set_of_the_hub_is_read_by_name(monkeypatch: pytest.MonkeyPatch) 
 def test_of_openbookqa_the_split_is_asked_that_the_harness_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its test split has answers, and lm-eval asks that; of the other three tasks validation."""
+    """Its test split has answers, and lm-eval asks that; for the other three tasks, validation."""
     row = {"answerKey": "A", "choices": {"text": ["a", "b"], "label": ["A", "B"]}}
     data = {split: [{**row, "question_stem": split}] for split in ("train", "validation", "test")}
     fake = types.SimpleNamespace(load_dataset=lambda *_name: data)
@@ -180,14 +180,14 @@ def test_of_openbookqa_the_split_is_asked_that_the_harness_asks(
 
 
 class DatasetsError(Exception):
-    """What `datasets` raises of its own, for rows that are no JSON, say."""
+    """An error of `datasets` itself, for rows that are not JSON, say."""
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, ConnectionError, DatasetsError])
 def test_a_data_set_that_does_not_load_is_named_in_a_line(
     monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    """One that is a script, or of other configurations, was a traceback."""
+    """One that is a script, or has other configurations, was a traceback."""
 
     def load_dataset(*name: str) -> None:
         raise kind("Dataset scripts are no longer supported, but found piqa.py\nmore of it")
@@ -200,7 +200,7 @@ def test_a_data_set_that_does_not_load_is_named_in_a_line(
 
 
 def test_datasets_without_what_it_needs_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is found, and cannot be imported: without pyarrow that was a traceback."""
+    """The package is found, and cannot be imported: without pyarrow that was a traceback."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setattr("experiments.tasks.rows.find_spec", lambda name: name)
     with pytest.raises(BadInput, match=r"^piqa: no such path, and datasets cannot be imported"):
@@ -233,7 +233,7 @@ def test_without_a_train_split_shots_are_not_asked() -> None:
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_what_is_about_the_same_thing_as_a_shot_is_not_asked(split: str) -> None:
-    """The shot shows the answer: of PIQA with default shots two were asked so."""
+    """The shot shows the answer: for PIQA with default shots, two were asked that way."""
     items = tuple(
         Item(f"goal {i // 2}, way {i % 2}", ("a", "b"), 0, f"goal {i // 2}") for i in range(12)
     )
@@ -312,16 +312,16 @@ def test_a_real_run_scores_as_one_forward_of_prompt_and_choice_does(
     where = f"{model_dir.name}.{task}"
     assert figures[f"{where}.exact.kl"] == 0 and figures[f"{where}.exact.agreement64"] == 1
     assert figures[f"{where}.25.random.rows_share"] == pytest.approx(0.25, abs=0.01)
-    assert figures[f"{where}.int4.bytes_share"] == pytest.approx(0.3125)  # 16 dimensions a scale
+    assert figures[f"{where}.int4.bytes_share"] == pytest.approx(0.3125)  # 16 dimensions per scale
     assert (f"{where}.exact.accuracy_norm" in figures) is (task in ("piqa", "openbookqa"))
     encoded = tokenizer(drawn.prefix, add_special_tokens=False)["input_ids"]
     assert len(shared_tokens(queries, encoded)) >= 64
-    alone = shared_tokens(queries[:1], encoded)  # of one question all prompts are alike to its end
+    alone = shared_tokens(queries[:1], encoded)  # all prompts of one question are alike to its end
     assert 64 <= len(alone) <= len(encoded)
 
 
 def test_white_space_that_ends_a_prompt_is_scored_with_the_choice(model_dir: Path) -> None:
-    """lm-eval moves it there: stems of OpenBookQA end in a space, and were cut behind it."""
+    """lm-eval moves it there: stems of OpenBookQA end in a space, and were cut after it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     item = Item("Predators eat \n", (" lions", " bunnies"), 1, "it")
     query = query_of(tokenizer, Drawn("", (item,), "train"), item, "openbookqa")
@@ -329,14 +329,14 @@ def test_white_space_that_ends_a_prompt_is_scored_with_the_choice(model_dir: Pat
     wanted = [tokenizer(f"Predators eat \n{choice}")["input_ids"] for choice in item.choices]
     assert [*query.prompt] == prompt
     assert [[*choice] for choice in query.choices] == [one[len(prompt) :] for one in wanted]
-    assert query.lengths == (5, 7)  # acc_norm goes by the choices alone
+    assert query.lengths == (5, 7)  # acc_norm uses the choices alone
 
 
 def test_another_model_of_the_name_and_other_questions_are_measured_again(
     tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--resume` took a fine-tuned model, in the same directory or one of that name, for the one
-    before; and one split of a task for the other."""
+    """`--resume` took a fine-tuned model, in the same directory or one of that name, for the
+    earlier one, and one split of a task for the other."""
     other, data = tmp_path / model_dir.name, tmp_path / "copa.jsonl"
     shutil.copytree(model_dir, other)
     rows = (DATA / "copa" / "train.jsonl").read_text().splitlines(keepends=True)
@@ -412,7 +412,7 @@ def test_questions_about_the_same_thing_are_of_one_document(
 def test_a_real_run_that_cannot_be_says_why_in_a_line(
     tmp_path: Path, model_dir: Path, change: list[str], says: str, capsys: pytest.CaptureFixture
 ) -> None:
-    """No items were all of them, a negative number as many fewer than all, or a traceback."""
+    """0 items meant all of them, a negative number as many fewer than all, or a traceback."""
     given = {"--model": str(model_dir), "--task": "rte", "--data": str(DATA / "rte"),
              "--shots": "2", "--dir": str(tmp_path)}  # fmt: skip
     given |= dict(zip(change[::2], change[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Where the system starts no more threads: one error that says what to do, and nothing left."""
+"""Where the system starts no more threads: one error says what to do, and nothing is left."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tiers.slots import aligned
 from tiers.ssd import SsdTier
 from tiers.threads import start
 
-#: With every thread that an open may start.
+#: An open with this starts every thread that it may.
 CONFIG = impress.Config(**SMALL, shard=0, io_threads=3, metrics_port=0, repack_every_s=60)
 #: Threads for I/O, and for copies.
 N_POOL = CONFIG.io_threads + min(COPIERS, CONFIG.io_threads)
 
-#: prometheus_client leaves the socket of a server that lacks its thread to Python's references.
+#: prometheus_client leaves the socket of a server that lacks its thread to Python's refcounts.
 NO_SERVER = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 
 
 class Threads:
-    """`left` more can be started."""
+    """Lets `left` more threads be started."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 1 << 20
@@ -66,7 +66,7 @@ def running() -> list[str]:
 def test_an_open_without_threads_is_refused_and_leaves_none_and_no_lock(
     geometry: impress.Geometry, tmp_path: Path, threads: Threads
 ) -> None:
-    """It was a RuntimeError out of the middle: the committer and the I/O threads that had been
+    """A RuntimeError came out of the middle: the committer and the I/O threads that had been
     started went on, with the index open, in a shard whose lock had been let go of."""
     path, tokens = tmp_path / "s", prompt(128, 1)
     with impress.PrefixStore.open(path, geometry, "test", CONFIG) as store:
@@ -94,7 +94,7 @@ def test_an_open_to_read_without_threads_leaves_none(
     path = tmp_path / "s"
     impress.PrefixStore.open(path, geometry, "test", CONFIG).close()
     before, n_files = running(), open_files()
-    for threads.left in range(N_POOL + 2):  # and metrics, followers
+    for threads.left in range(N_POOL + 2):  # the pool's, metrics, followers
         with pytest.raises(impress.StoreFailed, match="no more threads"):
             impress.PrefixStore.open(path, geometry, "test", CONFIG, "r")
         assert (running(), open_files()) == (before, n_files)
@@ -112,7 +112,7 @@ def test_a_pool_that_lacks_a_thread_ends_those_it_has(threads: Threads) -> None:
 def test_an_error_that_is_not_want_of_threads_is_not_called_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the interpreter's end no thread is to be had, whatever the limits are."""
+    """At the interpreter's end no thread can be started, whatever the limits are."""
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -123,13 +123,13 @@ def test_an_error_that_is_not_want_of_threads_is_not_called_so(
 
 
 def test_ctrl_c_as_a_thread_is_waited_for_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Python's own wait for it a lock is let go that is not taken: that error came out."""
+    """Python's own wait for the thread releases a lock that is not taken: that error came out."""
 
     def cut_off(_thread: threading.Thread) -> None:
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
-            raise RuntimeError("release unlocked lock")  # noqa: B904 - as it comes about there
+            raise RuntimeError("release unlocked lock")  # noqa: B904 - as it happens there
 
     monkeypatch.setattr(threading.Thread, "start", cut_off)
     with pytest.raises(KeyboardInterrupt):
@@ -141,7 +141,7 @@ def test_ctrl_c_as_a_thread_is_waited_for_is_ctrl_c(monkeypatch: pytest.MonkeyPa
 def test_a_command_without_threads_says_so_in_one_line(
     command: str, n: int, tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was a traceback, and exit status 1: as if the store were not sound."""
+    """It ended in a traceback and exit status 1, as if the store were not sound."""
     monkeypatch.setattr("impress.upkeep.doctor.TEST_BYTES", 8 << 20)
     path, before = two_prompts(tmp_path / "store"), running()
     threads.left = n
@@ -170,7 +170,7 @@ def test_aiofiles_without_its_thread_is_read_with_preadv(tmp_path: Path, threads
     slot, out = tier.reserve(PAGE), aligned(PAGE)
     assert slot is not None
     tier.write(slot, 0, data)
-    for threads.left in (0, 1):  # then there is one again, and it is taken
+    for threads.left in (0, 1):  # then one can be had again, and is used
         out[:] = 0
         tier.read([Read(slot, 0, out, sums_of(data, PAGE), PAGE)])
         assert np.array_equal(out[:PAGE], data)
@@ -179,8 +179,8 @@ def test_aiofiles_without_its_thread_is_read_with_preadv(tmp_path: Path, threads
 
 
 def test_a_store_that_a_program_forgets_to_close_ends_with_it(tmp_path: Path) -> None:
-    """Python has stopped its threads by the time it closes what a suspended generator or a
-    `__del__` holds: each was waited for until its time limit, or for ever."""
+    """Python has stopped its threads by the time it closes a store that a suspended generator or a
+    `__del__` holds: each thread was waited for until its time limit, or for ever."""
     code = f"""
 import impress
 def opened():

@@ -32,7 +32,7 @@ class TestDram(CacheContract):
 
 
 class TestHbmEmulation(CacheContract):
-    """Host memory that stands for a device's: the same contract, under its own name."""
+    """Host memory that stands in for a device's: the same contract, under its own name."""
 
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
@@ -109,7 +109,7 @@ def test_slices_cut_at_piece_borders_and_keep_every_byte() -> None:
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=40), st.integers(1, 9))
 def test_slices_of_many_small_reads_are_full_and_no_fuller(sizes: list[int], room: int) -> None:
-    """Chosen rows come so: all in one slice would be one thread's."""
+    """Chosen rows come like this: all in one slice would be read by one thread."""
     ends = np.cumsum(sizes)
     sums, dest = np.arange(ends[-1], dtype=np.uint64), aligned(int(ends[-1]) * PAGE)
     reads = [
@@ -135,7 +135,7 @@ def test_a_range_outside_its_slot_is_a_bug() -> None:
 
 
 def test_more_segments_than_a_process_may_open_are_read(tmp_path: Path) -> None:
-    """Each stays open: at 1,024 files of 256 MiB reads ended for want of files."""
+    """Each stays open: at 1,024 files of 256 MiB, reads failed for want of file descriptors."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     n_open = len(list(Path("/proc/self/fd").iterdir()))
     few = 2 * n_open + 40

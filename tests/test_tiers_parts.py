@@ -67,9 +67,9 @@ def test_space_agrees_with_a_bitmap(steps: list[tuple[bool, int]]) -> None:
         Extent(0, 4 * PAGE, PAGE),  # lies in it
         Extent(0, PAGE, 3 * PAGE),  # ends in it
         Extent(0, 0, 8 * PAGE),
-        Extent(0, 7 * PAGE, 2 * PAGE),  # ends behind the segment
+        Extent(0, 7 * PAGE, 2 * PAGE),  # ends after the segment
         Extent(0, 8 * PAGE, PAGE),
-        Extent(0, PAGE, 0),  # of no size: it would cut what is free there in two
+        Extent(0, PAGE, 0),  # of no size: it would cut the free space there in two
         Extent(0, PAGE, -PAGE),
         Extent(1, 0, PAGE),
     ],
@@ -91,7 +91,7 @@ def test_only_what_is_wholly_free_may_be_claimed(extent: Extent) -> None:
 
 
 def test_a_read_behind_the_end_of_its_slot_is_refused() -> None:
-    """The last part's length was taken off, and what was left fitted into that part again."""
+    """The last part's length was subtracted, and what was left fitted into that part again."""
     slot = Slot((Extent(0, 4 * PAGE, 4 * PAGE),))
     with pytest.raises(AssertionError, match="outside its slot"):
         coalesce([Read(slot, 5 * PAGE, aligned(PAGE), None, PAGE)])
@@ -147,8 +147,8 @@ def test_buffers_are_aligned_reused_and_counted() -> None:
 
 
 def test_large_buffers_begin_at_huge_pages_and_are_of_whole_ones() -> None:
-    """Direct reads into small pages took a quarter longer for rows of 1 KiB: 1.8 MiB a plane was
-    below what huge pages were asked for, and what got them began anywhere."""
+    """Direct reads into small pages took a quarter longer for rows of 1 KiB: at 1.8 MiB a plane was
+    too small for huge pages to be asked for, and what got them began anywhere."""
     huge = 2 << 20
     for n_bytes in (huge, huge + PAGE, 5 * huge - 1):
         assert aligned(n_bytes).ctypes.data % huge == 0 and len(aligned(n_bytes)) >= n_bytes
@@ -158,7 +158,7 @@ def test_large_buffers_begin_at_huge_pages_and_are_of_whole_ones() -> None:
     address = one.array.ctypes.data
     one.release()
     assert pool.acquire(huge * 9 // 10).array.ctypes.data == address
-    assert size_class(huge * 9 // 20) < huge  # where much would be wasted, none
+    assert size_class(huge * 9 // 20) < huge  # no huge page where much would be wasted
     assert size_class(huge * 11 // 10) < 2 * huge
 
 
@@ -196,15 +196,15 @@ def test_lent_memory_comes_back_when_nobody_looks_at_it() -> None:
 
 
 def test_the_system_may_take_what_was_lent_last_before_anybody_asks_again(monkeypatch) -> None:
-    """It was marked so by the next request: of stores that are idle it stayed the process's own,
-    half a gigabyte each, and a machine with sixteen of them ran out of memory."""
+    """Only the next request marked it so: in idle stores it stayed the process's own, half a
+    gigabyte each, and a machine with sixteen of them ran out of memory."""
     marked: list[int] = []
     monkeypatch.setattr("tiers.slots._may_be_taken", lambda m: marked.append(m.ctypes.data))
     pool = BufferPool(None, keep_bytes=4 * PAGE)
     arrays = [pool.acquire(3 * PAGE).lent() for _ in range(2)]
     first, second = (array.ctypes.data for array in arrays)
     del arrays[0]
-    assert marked == [first]  # more than is kept for itself
+    assert marked == [first]  # more than the pool keeps for itself
     del arrays[0]
     assert marked == [first, second]
     assert pool.acquire(3 * PAGE).array.ctypes.data == second
@@ -226,14 +226,14 @@ def test_sizes_are_few_and_waste_little() -> None:
 
 @pytest.fixture
 def now(monkeypatch) -> list[float]:
-    """The time by which a pool says what was lately."""
+    """The clock by which a pool decides what is recent."""
     clock = [0.0]
     monkeypatch.setattr("tiers.slots.monotonic", lambda: clock[0])
     return clock
 
 
 def test_what_came_back_longest_ago_is_let_go_first(now) -> None:
-    """Buffers of whole layers once filled what may be kept: all others were fresh memory."""
+    """Buffers of whole layers once filled all that may be kept: the others were fresh memory."""
     pool = BufferPool(None, keep_bytes=6 * PAGE)
     large, small = pool.acquire(5 * PAGE), [pool.acquire(PAGE) for _ in range(3)]
     kept = {buffer.array.ctypes.data for buffer in small}
@@ -261,9 +261,9 @@ def test_as_much_is_kept_as_was_out_at_once() -> None:
 
 
 def test_a_seldom_large_request_finds_its_memory(now) -> None:
-    """Thousands of small buffers came back between two layers that were read whole, and a pool
-    that went by how many did had forgotten the large ones: one request in a hundred took a quarter
-    of a second longer, in which the system found it 270 MB."""
+    """Thousands of small buffers came back between two layers that were read whole, and a pool that
+    went by their number had forgotten the large ones: one request in a hundred took a quarter of a
+    second longer, in which the system found 270 MB for it."""
     pool = BufferPool(None, keep_bytes=PAGE)
     for _ in range(3):
         large = [pool.acquire(16 * PAGE) for _ in range(4)]
@@ -278,7 +278,7 @@ def test_a_seldom_large_request_finds_its_memory(now) -> None:
 
 
 def test_requests_of_another_size_leave_a_large_one_its_memory(now) -> None:
-    """What is kept counts all sizes: as much as was out at once is too little for two."""
+    """What is kept is of all sizes: as much as was out at once is too little for two sizes."""
     pool = BufferPool(None, keep_bytes=PAGE)
     places: dict[int, list[set[int]]] = {16: [], 4: []}
     for n_pages in (16, 4, 16, 4):
@@ -290,7 +290,7 @@ def test_requests_of_another_size_leave_a_large_one_its_memory(now) -> None:
 
 
 def test_what_a_burst_needed_is_forgotten(now) -> None:
-    """One rush must not be what the process holds for good."""
+    """The process must not hold for good what one rush needed."""
     pool = BufferPool(None, keep_bytes=PAGE)
     rush = [pool.acquire(16 * PAGE) for _ in range(8)]
     for buffer in rush:
@@ -318,7 +318,7 @@ def test_what_is_kept_and_what_is_out_are_at_most_twice_what_was_out_before(now)
 def test_a_pool_that_gets_no_more_memory_lets_go_of_what_it_keeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Under `ulimit -v` requests were misses beside buffers of another size that nobody used."""
+    """Under `ulimit -v` requests missed beside buffers of another size that nobody used."""
     live, most, mib = [0], 40, 1 << 20
 
     def freed(n_bytes: int) -> None:
@@ -338,7 +338,7 @@ def test_a_pool_that_gets_no_more_memory_lets_go_of_what_it_keeps(
     assert pool.kept_bytes == 24 * mib
     held = pool.acquire(32 * mib)
     assert len(held.array) == 32 * mib and pool.kept_bytes == 0
-    with pytest.raises(ReadFailed):  # nothing is kept: the rest is somebody's
+    with pytest.raises(ReadFailed):  # nothing is kept: the rest is in use
         pool.acquire(16 * mib)
     assert pool.used_bytes == 32 * mib
     held.release()
@@ -347,7 +347,7 @@ def test_a_pool_that_gets_no_more_memory_lets_go_of_what_it_keeps(
 def test_a_write_comes_to_its_turn_beside_reads_that_never_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It waited for all of them, and after two minutes home was read-only: a write did not end."""
+    """It waited for all of them, and as it did not end, home was read-only after two minutes."""
     monkeypatch.setattr(iopool, "STORE_WAITS_S", 0.0)
     pool, left = IoPool(1), [100_000]
     stored: list[Ticket] = []
@@ -367,8 +367,8 @@ def test_a_write_comes_to_its_turn_beside_reads_that_never_end(
 def test_writes_that_have_waited_take_one_thread_and_not_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a disk that takes longer for one than they are to wait, every thread that came free took
-    the next: reads waited for all of them, longer than requests do."""
+    """On a disk that takes longer for a write than writes are to wait, every thread that came free
+    took the next write: reads waited for all of them, longer than requests do."""
     monkeypatch.setattr(iopool, "STORE_WAITS_S", 0.0)
     pool, gate, begun, order = IoPool(2), threading.Event(), threading.Event(), list[str]()
 
@@ -399,7 +399,7 @@ def test_urgent_lanes_go_first() -> None:
         assert gate.wait(60)
 
     first = pool.submit(Lane.REPACK, [held])
-    assert begun.wait(60)  # else it takes one of those below, of what is queued by then the first
+    assert begun.wait(60)  # else it takes one of those below, the first that is queued by then
     tickets = [pool.submit(lane, [lambda lane=lane: order.append(lane)]) for lane in reversed(Lane)]
     gate.set()
     assert first.wait(60) and all(ticket.wait(60) for ticket in tickets)
@@ -410,9 +410,9 @@ def test_urgent_lanes_go_first() -> None:
 def test_copies_wait_for_no_medium_and_few_run_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Eight that copied on two processors held each other up. And where all eight threads were at
-    reads, copies waited for these: a prefix of which a quarter was cold took as long as if one
-    came after the other."""
+    """Eight threads that copied on two processors held each other up. And where all eight threads
+    were reading, copies waited for the reads: a prefix of which a quarter was cold took as long as
+    if one came after the other."""
     monkeypatch.setattr(iopool, "COPIERS", 2)
     pool, gates = IoPool(3), [threading.Event() for _ in range(8)]
     began = [threading.Event() for _ in range(8)]
@@ -444,7 +444,7 @@ def test_copies_wait_for_no_medium_and_few_run_at_once(
 def test_beside_copies_that_wait_nothing_runs_that_nobody_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Threads that may not copy took what climbs instead, which copies, too."""
+    """Threads that may not copy took chunks that climb instead, which are copied, too."""
     monkeypatch.setattr(iopool, "COPIERS", 1)
     pool, gate, began, ran = IoPool(3), threading.Event(), threading.Event(), list[str]()
 
@@ -464,7 +464,7 @@ def test_beside_copies_that_wait_nothing_runs_that_nobody_waits_for(
 
 
 def test_where_all_that_may_copy_hang_no_read_could_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never all threads could hang in copies, so leases were hits, and each waited its limit."""
+    """Not all threads could hang in copies, so leases were hits, and each waited out its limit."""
     monkeypatch.setattr(iopool, "COPIERS", 1)
     pool, gate, began = IoPool(3), threading.Event(), threading.Event()
     ticket = pool.submit(
@@ -480,8 +480,8 @@ def test_where_all_that_may_copy_hang_no_read_could_end(monkeypatch: pytest.Monk
 
 
 def test_what_nobody_waits_for_keeps_to_one_thread_and_all_of_it_comes_to_its_turn() -> None:
-    """Eight threads at copies at once cost the next demand its processors. That one thread, called
-    to something urgent, must not take the turn of what waits behind it with it."""
+    """Eight threads copying at once cost the next demand its processors. When that one thread is
+    called to something urgent, it must not take along the turn of what waits behind it."""
     pool, gates, ran = IoPool(3), [threading.Event() for _ in range(3)], []
     began = [threading.Event() for _ in range(3)]
 
@@ -537,8 +537,8 @@ def test_closing_runs_what_is_queued_behind_one_thread_and_ends_them_all() -> No
 
 def test_ctrl_c_in_close_does_not_make_a_thread_count_as_ended() -> None:
     """CPython before 3.13 takes a thread for ended when a signal has cut off a `join` of it: a
-    second close said that all had, files were closed and a shard unlocked under a write, and the
-    write landed in the next store's rows."""
+    second close said that all had ended, files were closed and a shard unlocked during a write, and
+    the write landed in the next store's rows."""
     pool, gate, ran = IoPool(2), threading.Event(), list[int]()
     pool.submit(Lane.STORE, [lambda: gate.wait(60) and ran.append(1)])
     main = threading.main_thread().ident
@@ -570,7 +570,7 @@ def test_ctrl_c_in_close_does_not_make_a_thread_count_as_ended() -> None:
 
 
 def test_what_a_caller_cannot_wait_for_it_runs_itself() -> None:
-    """Only what is its own, and no thread has begun."""
+    """It runs only tasks of its own that no thread has begun."""
     pool, gate, begun, ran = IoPool(1), threading.Event(), threading.Event(), []
 
     def held() -> None:
@@ -592,7 +592,7 @@ def test_what_a_caller_cannot_wait_for_it_runs_itself() -> None:
 
 
 def test_ctrl_c_in_what_a_caller_runs_itself_leaves_the_rest_to_the_threads() -> None:
-    """It was kept for who waits: the caller went on, and each of its later closes raised it."""
+    """It was kept for the one that waits: the caller went on, and each later close raised it."""
     pool, gate, begun, ran = IoPool(1), threading.Event(), threading.Event(), list[object]()
 
     def held() -> None:
@@ -617,7 +617,7 @@ def test_ctrl_c_in_what_a_caller_runs_itself_leaves_the_rest_to_the_threads() ->
 
 
 def test_a_callback_that_raises_takes_no_thread_with_it(caplog: pytest.LogCaptureFixture) -> None:
-    """The thread was gone, and counted as busy: what comes last had no turn any more."""
+    """The thread was gone but counted as busy: what comes last got no turn any more."""
     pool, gate, ran = IoPool(1), threading.Event(), []
 
     def broken() -> None:
@@ -628,14 +628,14 @@ def test_a_callback_that_raises_takes_no_thread_with_it(caplog: pytest.LogCaptur
     ticket.then(lambda: ran.append("the other one"))
     gate.set()
     assert pool.submit(Lane.PROMOTE, [lambda: ran.append("the next one")]).wait(60)
-    ticket.then(broken)  # at once: no affair of the caller's either
+    ticket.then(broken)  # called at once: no affair of the caller's either
     assert ran == ["the other one", "the next one"]
     assert pool.idle(60) and pool.close(60)
     assert caplog.text.count("ValueError: not thought of") == 2
 
 
 def test_many_tickets_are_waited_for_as_few_are() -> None:
-    """Of some hundreds that had ended each was called from within the one before it."""
+    """Where some hundreds had ended, each was called from within the one before it."""
     called = []
     when_all([], lambda: called.append("of none"))
     when_all([Ticket(0)] * 5000, lambda: called.append("of all that are done"))
@@ -648,8 +648,8 @@ def test_many_tickets_are_waited_for_as_few_are() -> None:
 
 
 def test_idle_waits_for_what_runs_and_for_what_that_queues() -> None:
-    """Copies of one request went on beside the next one's reads: a free thread had taken what was
-    to wait for the busy one."""
+    """Copies of one request ran beside the next one's reads: a free thread had taken what was to
+    wait for the busy thread."""
     pool, going_on, ran = IoPool(2), threading.Event(), []
 
     def slow() -> None:
@@ -704,7 +704,7 @@ def test_a_closed_pool_cancels_what_comes() -> None:
 def test_a_thread_that_finds_no_memory_between_tasks_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It ended, and with the last of them every read was late and every close waited."""
+    """The thread ended; once the last one had, every read was late and every close waited."""
     turns, next_one = [], IoPool._next
 
     def short_of_memory(pool: IoPool, copies: bool) -> object:

@@ -82,7 +82,7 @@ def test_what_a_bad_line_says_is_told_as_it_stands(tmp_path: Path, capsys: Any) 
     path.write_text("\n".join([line(1, 1, 2), *bad, line(3, 1, 3)]))
     args = ["--quick", "--cells", "0", "--dir", str(tmp_path), "--trace", str(path)]
     assert trace.run(args) == 0
-    said = "".join(capsys.readouterr().out.split())  # where lines end hangs on the path
+    said = "".join(capsys.readouterr().out.split())  # where lines end depends on the path
     for told in (
         "line 2: does not parse: timestamp '[/x] :smile:' is no whole number",
         f"line 3: does not parse: timestamp '{'y' * 59}… is no whole number",
@@ -111,7 +111,7 @@ def found_without_end(requests: list[Request]) -> list[int]:
 def test_a_made_up_trace_comes_again_in_the_format_and_with_prefixes(tmp_path: Path) -> None:
     one, other = made_up(tmp_path, 300), made_up(tmp_path, 300, seed=2)
     assert one.digest == made_up(tmp_path, 300).digest != other.digest
-    before: dict[int, int] = {}  # a number stands for all before it
+    before: dict[int, int] = {}  # a number stands for all the blocks before it
     for request in one.requests:
         blocks = request.blocks.tolist()
         for above, block in zip([-1, *blocks], blocks, strict=False):
@@ -152,7 +152,7 @@ def test_a_request_larger_than_home_is_refused_and_the_rest_goes_on() -> None:
 def test_the_replay_finds_what_a_store_finds_where_the_store_has_it(
     open_store: Open, tmp_path: Path, policy: str
 ) -> None:
-    """The same requests through a real store, a token for each of a block's 16."""
+    """The same requests through a real store, whose blocks have 16 tokens."""
     requests = [r for r in made_up(tmp_path, 60).requests if len(r.blocks) < 20][:25]
     geometry, n_chunks = impress.Geometry(1, 2, 2, 32, "float32"), 16
     chunk = 2 * 16 * 2 * 32 * 4
@@ -182,7 +182,7 @@ def test_a_token_without_bytes_is_refused(
 
 
 def test_bytes_of_another_model_are_measured_again(tmp_path: Path) -> None:
-    """`--resume --token-bytes 1` said 1 in its report, over what had been counted at 131,072."""
+    """`--resume --token-bytes 1` said 1 in its report, over figures counted at 131,072."""
     file, report = tmp_path / "trace.jsonl", tmp_path / "trace.json"
     file.write_text("".join(f"{line}\n" for line in synthetic(30, 1)))
     args = ["--quick", "--trace", str(file), "--cells", "0", "--dir", str(tmp_path)]

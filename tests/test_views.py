@@ -1,4 +1,4 @@
-"""The accounts of who views which windows against a list of all views."""
+"""The accounts of who views which windows, checked against a list of all views."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Model:
 
 
 def view(views: Views, model: Model, span: int, first: int, most: int) -> None:
-    """View a span from here on as far as nobody does."""
+    """View at most `most` windows of a span from `first` on, up to one viewed already."""
     seen = model.viewed(span)
     n = next((i for i in range(most) if first + i >= LENGTH or first + i in seen), most)
     if n:

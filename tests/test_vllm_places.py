@@ -16,7 +16,7 @@ SIZE = 16
 
 @contextmanager
 def nothing_waits(device: str) -> Iterator[None]:
-    """Whatever waits for a device raises an error meanwhile."""
+    """Within the block, whatever waits for a device raises an error."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -29,7 +29,7 @@ def nothing_waits(device: str) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_no_layer_waits_to_learn_where_its_rows_go(device: str) -> None:
-    """Each did, twice in every step, as it copied numbers from pageable memory to the device."""
+    """Each layer did, twice a step, as it copied numbers from pageable memory to the device."""
 
     def numbers(*rows: object) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.int32, device=device)

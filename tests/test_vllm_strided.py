@@ -88,7 +88,7 @@ def test_pieces_are_bounded_and_keep_every_row() -> None:
 
 
 class Noted:
-    """A stream, or an event on one, that does nothing but say what was asked of it."""
+    """A stream, or an event on one, that only notes what was asked of it."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
@@ -148,7 +148,7 @@ def test_a_load_waits_for_steps_before_it_and_the_layer_for_the_load(
 def test_where_a_write_copies_the_whole_cache_a_load_waits_for_all_that_was_launched(
     log: list[str],
 ) -> None:
-    """Under torch.use_deterministic_algorithms it is copied out and back on CUDA: rows that the
+    """Under torch.use_deterministic_algorithms CUDA copies the cache out and back: rows that the
     step wrote there in between were lost."""
     cache = caches("LBNHC, called NHD", torch.float16, 4, 32)[1]
     streams = Streams(torch.device("cpu"))
@@ -169,9 +169,9 @@ def test_where_a_write_copies_the_whole_cache_a_load_waits_for_all_that_was_laun
 def test_what_is_on_its_way_when_memory_ends_is_waited_for_all_the_same(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It came whenever it came: over rows that were computed in its place."""
+    """The copy landed whenever it did: over rows that were computed in its place."""
     monkeypatch.setattr(strided, "PIECE_BYTES", SIZE * 2 * 4 * 32 * 2)
-    left = [None] * 4  # of what is pinned: a piece's k, v and slots, and the next one's k
+    left = [None] * 4  # tensors that get pinned: a piece's k, v and slots, the next one's k
 
     def pinned(tensor: torch.Tensor) -> torch.Tensor:
         if not left:
@@ -192,7 +192,7 @@ def test_what_is_on_its_way_when_memory_ends_is_waited_for_all_the_same(
 def test_pinned_memory_that_is_not_to_be_had_is_memory_that_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The driver's own error, of no class that a load could be given up by."""
+    """It was the driver's own error, of no class that a load could be given up on."""
 
     def refused(*_args: Any, **_named: Any) -> torch.Tensor:
         raise RuntimeError("CUDA error: out of memory")
@@ -228,7 +228,7 @@ def test_rows_come_back_from_a_device(
 
 @pytest.mark.gpu
 def test_copies_keep_their_place_among_slow_kernels() -> None:
-    """A step before writes late, the load must still come after; what is read, after its step."""
+    """An earlier step writes late: the load must still come after it, and a read after its step."""
     cache = caches("LBNHC, called NHD", torch.bfloat16, 2, 64, "cuda")[1]
     streams = Streams(cache.device)
     layout = StridedLayout.of(cache, streams)

@@ -1,4 +1,4 @@
-"""The scheduler's view of a store that other processes write: behind at most by a look."""
+"""The scheduler's view of a store that other processes write: at most one look behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from impress.write.readers import present
 
 Open = Callable[..., impress.PrefixStore]
 NAMESPACE = b"n" * 32
-#: It looks only when asked to, or by itself.
+#: The view looks only when asked to, or by itself.
 WHEN_ASKED = impress.Config(**SMALL, follow_every_s=0)
 BY_ITSELF = impress.Config(**SMALL, follow_every_s=0.01)
 
@@ -85,8 +85,8 @@ def test_a_directory_without_a_store_has_no_hits_until_it_is_one(
 def test_a_look_that_fails_is_not_the_last(
     writer: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread ended with any error that this package does not raise itself: the scheduler saw
-    nothing any more of what was stored."""
+    """Any error that this package does not raise itself ended the view's thread: the scheduler no
+    longer saw what was stored."""
     view = view_of(writer, WHEN_ASKED)
     put_prompt(writer, prompt(128, 2)).wait(60)
     follow, left = impress.PrefixStore.follow, [1]
@@ -108,7 +108,7 @@ def test_a_look_that_fails_is_not_the_last(
 def test_a_view_without_its_thread_is_one_line_and_no_reader(
     writer: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was a RuntimeError, and the store it had opened stayed open: a reader for its writer."""
+    """It was a RuntimeError, and the store it had opened stayed open: to the writer, a reader."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -123,7 +123,7 @@ def test_a_view_without_its_thread_is_one_line_and_no_reader(
 
 
 def test_the_writer_waits_for_no_view_that_is_closed(writer: impress.PrefixStore) -> None:
-    """Space is used again when no reader can be at it: a view counts as one while it is open."""
+    """Space is reused once no reader can be reading it: a view counts as one while it is open."""
     readers = writer.path / "shards" / "main" / "readers"
     view = view_of(writer, WHEN_ASKED)
     assert len(present(readers)) == 1
@@ -137,7 +137,7 @@ def test_the_writer_waits_for_no_view_that_is_closed(writer: impress.PrefixStore
 def test_another_model_is_not_given_the_store_of_the_first(
     tmp_path: Path, geometry: impress.Geometry, other: str
 ) -> None:
-    """It was found by its path alone: the second model of a process was served the first's KV."""
+    """The store was found by its path alone: a process's second model was served the first's KV."""
     model = (geometry, NAMESPACE)
     if other == "another shape":
         second = (replace(geometry, n_layers=geometry.n_layers + 1), NAMESPACE)
@@ -152,14 +152,14 @@ def test_another_model_is_not_given_the_store_of_the_first(
         with pytest.raises(StoreMismatch, match=r"shut that engine down first.*directory of its"):
             ask()
     put_prompt(store, prompt(128, 1)).wait(60)
-    release(where)  # the first one's only use is over: those that were refused hold nothing
+    release(where)  # the first model's only use is over: the refused calls hold nothing
     assert acquire(where, *second, None) is None
 
 
 def test_a_release_after_all_was_closed_is_nothing(
     tmp_path: Path, geometry: impress.Geometry
 ) -> None:
-    """At the end of a process vLLM gives back what was closed before: that was a KeyError."""
+    """At the end of a process vLLM releases stores that were closed before: that was a KeyError."""
     model = (geometry, NAMESPACE)
     where = tmp_path / "shared"
     opened = impress.PrefixStore.open(where, *model, WHEN_ASKED)
@@ -174,8 +174,8 @@ def test_a_release_after_all_was_closed_is_nothing(
 def test_a_store_whose_close_ctrl_c_cut_off_is_closed_by_the_next_engine(
     tmp_path: Path, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody knew of it any more: with a shard of its own the next engine of the process was told
-    that it is locked, and what was queued was lost at exit."""
+    """Nothing kept track of it any more: where its shard was named, the process's next engine was
+    told that the shard is locked, and what was queued was lost at exit."""
     config = impress.Config(**SMALL, shard=0)
 
     def opener() -> impress.PrefixStore:
@@ -197,7 +197,7 @@ def test_a_store_whose_close_ctrl_c_cut_off_is_closed_by_the_next_engine(
 def test_a_server_that_only_reads_says_what_to_start_first(
     tmp_path: Path, geometry: impress.Geometry
 ) -> None:
-    """It said to name the store by --store or IMPRESS_STORE, which vLLM has not."""
+    """It said to name the store by --store or IMPRESS_STORE, which vLLM does not have."""
     model, where, file = (geometry, NAMESPACE, WHEN_ASKED), tmp_path / "later", tmp_path / "file"
     with pytest.raises(FormatError) as refused:
         opened(where, *model, store_new=False)
@@ -208,7 +208,7 @@ def test_a_server_that_only_reads_says_what_to_start_first(
         put_prompt(store, prompt(128, 1)).wait(60)
     with opened(where, *model, store_new=False) as reader:
         assert reader.lookup(prompt(128, 1)) == 128 and not reader.writable
-    (where / "impress.json").unlink()  # what is wrong otherwise is said as it is
+    (where / "impress.json").unlink()  # other faults are reported as they are
     file.touch()
     for path, wrong in ((where, "impress rebuild"), (file, "not a directory")):
         with pytest.raises(FormatError, match=wrong):
@@ -218,8 +218,8 @@ def test_a_server_that_only_reads_says_what_to_start_first(
 def test_a_port_of_metrics_that_was_left_to_choose_is_told(
     tmp_path: Path, geometry: impress.Geometry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With --data-parallel-size 2 a fixed port is taken by the first rank, and port 0 was told
-    nowhere. (vLLM sets up its own loggers only: of others Python shows warnings.)"""
+    """With --data-parallel-size 2 the first rank takes a fixed port, and the port chosen for 0 was
+    told nowhere. (vLLM sets up only its own loggers: from others, Python shows warnings.)"""
     free = WHEN_ASKED.model_copy(update={"metrics_port": 0})
     model = (tmp_path / "s", geometry, NAMESPACE, free)
     with opened(*model, store_new=True) as one, opened(*model, store_new=True) as two:

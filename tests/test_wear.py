@@ -84,7 +84,7 @@ def test_what_is_worth_least_goes_first() -> None:
 
 
 def test_what_is_known_of_a_span_is_no_reason_to_evict_it() -> None:
-    """After a restart shares came back with use: a span in use, of which a twentieth of the rows
+    """After a restart shares came back only with use: a span in use, a twentieth of whose rows
     mattered, went before one that nobody had asked for since, which counted as if all did."""
     used, idle = ByWorth({1: 0.05})(ids(1, 2), ids(30, 10), ids(1020, 1000), ids(1, 1))
     assert used > idle
@@ -128,7 +128,7 @@ def forest(seed: int) -> RadixTree:
 
 
 def simplest(tree: RadixTree, pinned: set[int], score: Any) -> Iterator[int]:
-    """One at a time, all looked at anew."""
+    """One at a time; all are looked at again each time."""
     while True:
         found = []
         for leaf in tree.leaves().tolist():
@@ -169,7 +169,7 @@ def test_batches_take_what_one_at_a_time_would(seed: int, eviction: str, limit: 
 
 
 def test_a_store_is_kept_below_its_mark(open_store: Open, geometry: impress.Geometry) -> None:
-    """16 windows of 64 KiB a prompt and its header: the tenth is one too many."""
+    """A prompt is 8 windows of 64 KiB and a header: about a dozen are too many."""
     store = open_store(
         geometry, window=WINDOW, disk_bytes=8 * MIB + 5, disk_high=0.75, disk_low=0.5
     )
@@ -188,8 +188,8 @@ def test_a_store_is_kept_below_its_mark(open_store: Open, geometry: impress.Geom
 def test_evicting_nothing_drops_what_a_lowered_limit_is_over(
     open_store: Open, geometry: impress.Geometry, mode: str
 ) -> None:
-    """It went as a side effect of waiting for the commit: 0 bytes, it said, and beside another
-    process the segments it left empty stayed."""
+    """It went as a side effect of waiting for the commit: `evict` said 0 bytes, and beside another
+    process the segments that it left empty stayed."""
     with open_store(geometry, window=WINDOW) as store:
         for seed in range(8):
             assert put_prompt(store, prompt(256, seed)).wait(60)
@@ -284,7 +284,7 @@ def test_marks_that_cross_are_refused() -> None:
 
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many segments more the file system has room for."""
+    """How many more segments the file system has room for."""
     left, fallocate = [0], os.posix_fallocate
 
     def full(fd: int, off: int, n_bytes: int) -> None:
@@ -307,7 +307,7 @@ def test_a_prompt_that_can_never_fit_takes_nothing_with_it(
     store = open_store(geometry, window=WINDOW, dram_bytes=0, disk_high=1, disk_low=1, **config)
     for seed in range(3):
         assert put_prompt(store, prompt(128, seed)).wait(60)
-    for n in (1280, 1024):  # the second: not with its header
+    for n in (1280, 1024):  # the second does not fit with its header
         refused = put_prompt(store, prompt(n, 9)).refused
         assert refused.startswith("disk full")
         assert ("No space left" in refused) == (limit != "disk_bytes")
@@ -321,7 +321,7 @@ def test_a_prompt_that_can_never_fit_takes_nothing_with_it(
 
 
 def full_of_short_ones(store: impress.PrefixStore, order: Callable[[int], Any]) -> int:
-    """Until 8 MiB are full of prompts of a window, side by side, which go in this order; a size."""
+    """Fills 8 MiB with one-window prompts, side by side, which go in this order; returns a size."""
     n = 0
     while store.ssd.usage().used < 7.5 * MIB:
         n += 1
@@ -341,8 +341,8 @@ ONE_SEGMENT = {
 def test_a_long_prompt_takes_the_place_of_short_ones_wherever_they_lay(
     open_store: Open, geometry: impress.Geometry, window: int
 ) -> None:
-    """Holes below 1 MiB were no room: it evicted its own size, what was free aside, and was refused
-    all the same; and so was the next."""
+    """Holes below 1 MiB did not count as room: the prompt evicted its own size, leaving aside what
+    was free, and was refused all the same; and so was the next."""
     store = open_store(geometry, window=window, **ONE_SEGMENT)
     one = full_of_short_ones(store, lambda seed: (seed % 3, seed))
     store.evict(MIB // 2)
@@ -358,8 +358,8 @@ def test_a_long_prompt_takes_the_place_of_short_ones_wherever_they_lay(
 def test_what_went_in_vain_is_followed_by_as_much_and_no_more(
     open_store: Open, geometry: impress.Geometry, joins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holes of one or two short prompts are no parts here: a second half of what goes may lie
-    between the first."""
+    """Holes of one or two short prompts are too small for parts here: a second half of what goes
+    may lie between the first."""
     monkeypatch.setattr(impress.write.leaving, "SMALL_PART", 700 << 10)
     store = open_store(geometry, window=64, **ONE_SEGMENT)
     every = 2 if joins else 3
@@ -373,12 +373,12 @@ def test_what_went_in_vain_is_followed_by_as_much_and_no_more(
 def test_what_was_wanted_of_a_full_file_system_and_fits_no_more_keeps_nothing_smaller_out(
     open_store: Open, geometry: impress.Geometry, room: list[int], clock: list[float]
 ) -> None:
-    """Each trial asked for as much again, and evicted for it what was there."""
+    """Each trial asked for as much again, and evicted what was there for it."""
     store, room[0] = open_store(geometry, window=WINDOW, dram_bytes=0), 4
     assert put_prompt(store, prompt(512, 1)).wait(60)
     with store.lease(prompt(512, 1)):
         assert put_prompt(store, prompt(512, 2)).refused.startswith("read-only")
-    store.evict(1 << 30)  # its segments go back, and to others
+    store.evict(1 << 30)  # its segments go back, and others take that room
     room[0] = 1
     clock[0] += RETRY_S
     assert put_prompt(store, prompt(128, 3)).wait(60)
@@ -388,8 +388,8 @@ def test_what_was_wanted_of_a_full_file_system_and_fits_no_more_keeps_nothing_sm
 def test_a_prompt_without_room_keeps_out_none_that_has_it_and_drives_none_out(
     open_store: Open, geometry: impress.Geometry, room: list[int], clock: list[float]
 ) -> None:
-    """Every store was refused for 30 s, with room in hand; then a trial of the large one's size
-    took out what was stored, in vain."""
+    """Every store was refused for 30 s, although there was room; then a trial of the large one's
+    size took out what was stored, in vain."""
     store, room[0] = open_store(geometry, window=WINDOW, dram_bytes=0), 6
     for seed in range(11):
         assert put_prompt(store, prompt(128, seed)).wait(60)
@@ -414,7 +414,7 @@ def test_a_prompt_without_room_keeps_out_none_that_has_it_and_drives_none_out(
 
 
 def half_dead(store: impress.PrefixStore, **named: Any) -> tuple[np.ndarray, int]:
-    """A prompt whose first 32 tokens live on under another's; the span's id."""
+    """Stores a prompt whose first 32 tokens live on under another; returns (that one, the span)."""
     tokens, other = prompt(256), np.concatenate([prompt(256)[:32], prompt(224, 5)])
     worth = np.random.default_rng(0).random((store.geometry.n_layers, 256), dtype=np.float32)
     worth = worth if named.get("packed") else np.ones_like(worth)  # equal ones stay as put
@@ -464,8 +464,8 @@ def test_what_is_mostly_dead_is_rewritten(
 def test_a_dry_run_counts_what_a_rewrite_gives_back(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """It held every copy against what was free at first: it saw no room for spans that moved into
-    what the dead ones before them had left."""
+    """It compared every copy with what was free at first: it saw no room for spans that moved into
+    the space that dead ones before them had left."""
     store = open_store(geometry, window=WINDOW, dram_bytes=0, disk_bytes=3 * MIB)
     other, _ = half_dead(store)
     look(store, other)
@@ -483,7 +483,7 @@ def test_a_dry_run_counts_what_a_rewrite_gives_back(
 def test_the_command_says_what_it_would_rewrite_and_gives_empty_segments_back(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Its dry run said "0 would move", and moved one; segments stayed whose rows had left them."""
+    """Its dry run said "0 would move", and the run moved one; segments without rows stayed."""
     store = open_store(geometry, window=WINDOW)
     tokens, other, segments = *dead_head(store), store.ssd.folder
     store.close()
@@ -504,7 +504,7 @@ def test_the_command_says_what_it_would_rewrite_and_gives_empty_segments_back(
 def test_of_a_rewrite_it_is_said_what_is_dead_and_no_cost_of_a_request(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """Its requests read 0 pieces, before and after, and what was dead was called a saving."""
+    """It was said that requests read 0 pieces, before and after; dead space was called a saving."""
     store = open_store(geometry, window=WINDOW)
     dead_head(store, np.random.default_rng(0).random((geometry.n_layers, 256), dtype=np.float32))
     store.close()
@@ -521,7 +521,7 @@ def test_of_a_rewrite_it_is_said_what_is_dead_and_no_cost_of_a_request(
 def test_what_stays_as_it_lies_is_copied_without_the_plane_in_memory(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was read whole before the first slice was written: of a long prompt hundreds of MiB."""
+    """It was read whole before the first slice was written: hundreds of MiB for a long prompt."""
     store = open_store(geometry, window=WINDOW, dram_bytes=0)
     other, _ = half_dead(store)
     sizes: list[int] = []
@@ -531,7 +531,7 @@ def test_what_stays_as_it_lies_is_copied_without_the_plane_in_memory(
         return aligned(n_bytes)
 
     monkeypatch.setattr("impress.repacking.span_copy.aligned", counted)
-    monkeypatch.setattr("impress.repacking.span_copy.SLICE_BYTES", 1)  # of one window
+    monkeypatch.setattr("impress.repacking.span_copy.SLICE_BYTES", 1)  # slices of one window
     assert store.repack().spans[0].outcome == "rewritten"
     assert sizes == [WINDOW * geometry.token_bytes // 4] * 2 * 2 * 2  # windows, layers, K and V
     assert_serves(store, prompt(256), 32)
@@ -548,7 +548,7 @@ def answers(store: impress.PrefixStore, tokens: np.ndarray) -> list[tuple[torch.
 def dead_head(
     store: impress.PrefixStore, worth: np.ndarray | None = None, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Two stores of prompts that begin alike, at once: the second to commit adds its end."""
+    """Stores two prompts that begin alike, at once: the second to commit adds its end."""
     tokens = prompt(256, seed)
     other = np.concatenate([tokens[:192], prompt(64, seed + 3)])
     keys, values = kv_of(other, store.geometry)
@@ -588,9 +588,9 @@ def test_a_span_for_which_there_is_no_memory_takes_no_others_turn(
     open_store: Open, geometry: impress.Geometry, clock: list[float],
     monkeypatch: pytest.MonkeyPatch, where: str,
 ) -> None:  # fmt: skip
-    """It ended the pass, and was the first of the next one again: what was mostly dead behind it
-    stayed so. All bytes of the day that it had been allowed were gone; and again, once it was what
-    `aligned` raises (where: mapping)."""
+    """It ended the pass, and was the first of the next pass again: what was mostly dead after it
+    stayed so. All of the day's bytes that it had been allowed were gone; and again, once the error
+    was the one that `aligned` raises (where: mapping)."""
     daily = {"daily_write_bytes": 64 * MIB, "repack_every_s": 0}
     store = open_store(geometry, window=WINDOW, dram_bytes=0, **daily)
     prompts = [asked for seed in (10, 20, 30) for asked in dead_head(store, seed=seed)]
@@ -631,7 +631,7 @@ def test_a_span_for_which_there_is_no_memory_takes_no_others_turn(
 def test_no_memory_for_a_header_says_nothing_against_the_disk(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store was read-only for half a minute, and each store refused."""
+    """The store was read-only for half a minute, and every prompt to be stored was refused."""
     store = open_store(geometry, window=WINDOW, dram_bytes=0, repack_every_s=0)
     dead_head(store, seed=10)
 
@@ -731,8 +731,8 @@ def test_a_budget_goes_on_after_a_restart() -> None:
 
 @pytest.mark.parametrize("limit", [1000, None])
 def test_a_clock_that_was_behind_for_a_while_gives_no_second_day(limit: int | None) -> None:
-    """Before the time was set, what was spent was saved as of ten days ago; once it was, ten days
-    had gone by."""
+    """Before the clock was set, what was spent was saved as of ten days ago; once it was set, ten
+    days had gone by."""
     now = [100 * DAY_S]
     spent = WriteBudget(1000, lambda: now[0])
     assert spent.allow(1000)
@@ -751,8 +751,8 @@ def test_a_clock_that_was_behind_for_a_while_gives_no_second_day(limit: int | No
 def test_a_clock_that_was_far_ahead_for_a_while_does_not_stop_the_days_writes(
     limit: int | None,
 ) -> None:
-    """Its time was saved, and nothing was credited between processes until the clock got there: a
-    writer that lives shortly was refused for years."""
+    """The clock's time was saved, and nothing was credited between processes until the clock got
+    there again: a short-lived writer was refused for years."""
     now = [4000 * DAY_S]
     ahead = WriteBudget(1000, lambda: now[0])
     assert ahead.allow(1000)
@@ -776,7 +776,7 @@ def test_a_clock_that_was_far_ahead_for_a_while_does_not_stop_the_days_writes(
 def test_what_a_killed_process_wrote_counts_in_the_days_writes(
     open_store: Open, geometry: impress.Geometry, clock: list[float]
 ) -> None:
-    """A store counted once it was READY: one that is killed in each had no limit at all."""
+    """A store counted only once it was READY: a process that is killed in each had no limit."""
     config = {"window": WINDOW, "daily_write_bytes": 64 * MIB}
     store = open_store(geometry, **config)
     path, n_written = store.path, 0
@@ -802,8 +802,8 @@ def test_what_a_killed_process_wrote_counts_in_the_days_writes(
 def test_an_index_is_synced_by_the_call_that_commits(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """A power cut shows it, which takes root (experiments.faults): an environment that is opened
-    with sync=False passed every test."""
+    """A power cut shows it, and to try one takes root (experiments.faults): an environment that was
+    opened with sync=False passed every test."""
     flags = open_store(geometry)._home.index._env.flags()
     assert flags["sync"] and flags["metasync"] and not flags["map_async"]
 
@@ -827,7 +827,7 @@ def test_every_segment_that_a_span_lies_in_is_synced(tmp_path: Path) -> None:
 
 
 def test_a_process_without_a_limit_leaves_the_next_one_what_is_spent() -> None:
-    """Its "0 spent" stood in the index: `impress repack` or `purge` gave a new day's bytes."""
+    """It saved "0 spent" in the index: `impress repack` or `purge` gave a new day's bytes."""
     now = [5.0]
 
     def left(saved: bytes) -> int | None:
@@ -894,7 +894,7 @@ def test_what_came_to_nothing_is_spent_after_a_restart_too(
     open_store: Open, geometry: impress.Geometry, clock: list[float], what: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Only what was stored was saved: the last transaction said nothing of the day's writes."""
+    """It was saved only with a store: the last transaction said nothing of the day's writes."""
     config = {"window": WINDOW, "daily_write_bytes": 20 * MIB}
     store = open_store(geometry, **config)
     assert put_prompt(store, prompt(256)).wait(60)
@@ -1042,7 +1042,7 @@ def test_what_the_index_does_not_let_go_is_not_followed_by_more(
     freed = store.evict(1)
     assert freed == used - store.ssd.usage().used == used // 4
     assert sum(store.lookup(prompt(128, seed)) for seed in range(4)) == 3 * 128
-    with pytest.raises(StoreFailed, match="No space left"):  # what failed since the last
+    with pytest.raises(StoreFailed, match="No space left"):  # what failed since the last flush
         store.flush()
     sound(store)
     store.close()
@@ -1080,7 +1080,7 @@ def test_a_segment_that_cannot_be_deleted_stays_one(
 def test_what_a_failed_sync_may_have_lost_is_never_ready(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel tells of a lost page once: the sync of one store may be told of another's."""
+    """The kernel reports a lost page once: the sync of one store may be told of another's page."""
     store = open_store(geometry, window=WINDOW, dram_bytes=0)
     keys, values = kv_of(prompt(256, 1), geometry)
     with store.writer(prompt(256, 1)) as early:
@@ -1102,7 +1102,7 @@ def test_what_a_failed_sync_may_have_lost_is_never_ready(
 
 @contextmanager
 def told_to_another(store: impress.PrefixStore, record: SpanRecord) -> Iterator[list[Any]]:
-    """Before the next sync another thread is told that one failed; filled once it has been."""
+    """Before the next sync another thread is told that one failed; the list is filled then."""
     fdatasync, told = os.fdatasync, list[Any]()
 
     def erases() -> None:
@@ -1126,7 +1126,7 @@ def told_to_another(store: impress.PrefixStore, record: SpanRecord) -> Iterator[
 def test_an_erasing_whose_sync_failed_on_another_thread_is_not_done(
     open_store: Open, geometry: impress.Geometry
 ) -> None:
-    """The kernel tells once: the purge heard that all is well, and a power cut brought it back."""
+    """The kernel reports once: the purge heard that all is well; a power cut brought it back."""
     store = open_store(geometry)
     assert put_prompt(store, prompt(256, 1)).wait(60)
     (record,) = store.catalog.records()
@@ -1142,7 +1142,7 @@ def test_an_erasing_whose_sync_failed_on_another_thread_is_not_done(
 def test_a_sync_that_fails_on_another_thread_meanwhile_is_noticed(
     open_store: Open, geometry: impress.Geometry, what: str
 ) -> None:
-    """What erases freed space syncs too: it was told of the page, and the store became READY."""
+    """Erasing freed space syncs too: that sync was told of the page, and the store became READY."""
     store = open_store(geometry, window=WINDOW, dram_bytes=0)
     tokens = prompt(256, 1)
     assert put_prompt(store, tokens).wait(60)
@@ -1166,7 +1166,7 @@ def test_a_sync_that_fails_on_another_thread_meanwhile_is_noticed(
 def test_a_sync_that_fails_while_a_span_is_copied_is_noticed(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it tells another of may be a page of the copy's."""
+    """The lost page that another sync is told of may be one of the copy's."""
     store = open_store(geometry, window=WINDOW, dram_bytes=0)
     tokens = prompt(256, 1)
     assert put_prompt(store, tokens).wait(60)
@@ -1226,7 +1226,7 @@ def test_a_full_file_system_is_read_only_until_there_is_room(
         assert "No space left on device" in last.refused
         assert_serves(store, prompt(128, 0), 128)
         clock[0] += RETRY_S
-        assert put_prompt(store, prompt(128, seed)).refused  # all is leased still
+        assert put_prompt(store, prompt(128, seed)).refused  # all is still leased
         for lease in leases:
             lease.release()
         clock[0] += RETRY_S
@@ -1258,7 +1258,7 @@ def test_a_purge_on_a_full_file_system_is_not_done_and_can_be_done_again(
 def test_an_index_without_its_table_of_readers_on_a_full_file_system_is_refused_in_a_line(
     small_disk: Path, geometry: impress.Geometry
 ) -> None:
-    """As a purge leaves it. LMDB maps a file of holes, and to touch one was SIGBUS."""
+    """A purge leaves it so. LMDB maps a file of holes, and touching one was SIGBUS."""
     config = impress.Config(window=WINDOW, segment_bytes=MIB, dram_bytes=0)
     with impress.PrefixStore.open(small_disk / "store", geometry, "test", config) as store:
         assert put_prompt(store, prompt(128)).wait(60)
@@ -1281,8 +1281,8 @@ def test_an_index_without_its_table_of_readers_on_a_full_file_system_is_refused_
 def test_where_files_are_copied_as_they_are_written_the_table_of_readers_is_not(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a btrfs that was full the table had no room for its next copy: the next lookup, of a
-    server that ran, was SIGBUS. Such a file keeps its place if it was told so while empty."""
+    """On a full btrfs the table had no room for its next copy: a running server's next lookup was
+    SIGBUS. Such a file keeps its place if it was told to while empty."""
     attributes: dict[int, int] = {}
 
     def ioctl(fd: int, request: int, raw: bytes) -> bytes:
@@ -1298,12 +1298,12 @@ def test_where_files_are_copied_as_they_are_written_the_table_of_readers_is_not(
     table = (store.path / "shards/main/index/lock.mdb").stat()
     assert attributes == {table.st_ino: 0x40 | 0x00800000}
     store.close()
-    open_store(geometry).close()  # one that is there is left alone
+    open_store(geometry).close()  # a table that is there is left alone
 
 
 def test_a_store_that_fills_its_file_system_leaves_its_index_room(small_disk: Path) -> None:
-    """It took the last byte for rows: the index grew no more, so nothing could be stored, evicted
-    or purged ever again, nor rebuilt."""
+    """It took the last byte for rows: the index could not grow any more, so nothing could be
+    stored, evicted or purged ever again, nor rebuilt."""
     tiny = impress.Geometry(1, 1, 1, 8, "float16")  # much index for few rows
     config = impress.Config(window=WINDOW, segment_bytes=MIB, dram_bytes=0)
     with impress.PrefixStore.open(small_disk / "store", tiny, "test", config) as store:

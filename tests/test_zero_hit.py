@@ -1,4 +1,4 @@
-"""What a store costs where nothing hits: of an engine that reads everything, and that chooses."""
+"""What a store costs where nothing hits: for engines that read everything, and that choose."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measured(policy: str, share: float, hit: int = 0, *, storing: bool = True) -
 def test_an_engine_that_chooses_is_measured_with_what_it_observes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every cell was of the engine's default policy, which observes nothing and has no probes."""
+    """Every cell had the engine's default policy, which observes nothing and has no probes."""
     seen: dict[str, Any] = {}
     observing = hf.observing
 
@@ -73,7 +73,7 @@ def test_figures_of_an_engine_that_chooses_stand_beside_the_others() -> None:
 
 
 def test_tables_take_a_report_of_before_there_were_policies() -> None:
-    """Rows that lack a column are left out of a table: all of an older report would be."""
+    """Rows that lack a column are left out of a table: all those of an older report would be."""
     from experiments.results_table import _COLUMNS, rows_table
 
     new, old = measured("quality", 0.5), measured("exact", 0.1)

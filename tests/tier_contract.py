@@ -45,7 +45,7 @@ def opened() -> set[str]:
     """Files that this process has open, as the system calls them."""
     names = set()
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the one that lists them
+        with suppress(FileNotFoundError):  # the descriptor that lists them
             names.add(str(link.readlink()))
     return names
 
@@ -141,7 +141,7 @@ class TierContract:
 
 
 class CacheContract(TierContract):
-    """What tiers keep beside it whose bytes lie in one arena."""
+    """What tiers whose bytes lie in one arena keep beside it."""
 
     @pytest.mark.parametrize("piece", [PAGE, 3 * PAGE])
     @pytest.mark.parametrize("run", [1, 40, 300, 1000])
@@ -150,7 +150,7 @@ class CacheContract(TierContract):
     ) -> None:
         slot, data = tier.reserve(3 * MIB), noise(3 * MIB)
         tier.write(slot, 0, data)
-        start = slot.parts[0].off  # whole: the arena is empty
+        start = slot.parts[0].off  # in one part: the arena is empty
         rows = data[: len(data) // piece * piece].reshape(-1, piece)
         chosen = np.random.default_rng(1).permutation(len(rows))[: len(rows) // 2]
         to = np.arange(5, 5 + len(chosen)) + np.arange(len(chosen)) // run
@@ -170,16 +170,16 @@ class CacheContract(TierContract):
 
     @pytest.mark.parametrize("n_pages", [96, 300])
     def test_long_pieces_are_brought_like_short_ones(self, tier: Cache, n_pages: int) -> None:
-        """Whole chunks; of large models one is more than is copied at once. Where they begin has
-        not always as many factors of two as they have."""
+        """Whole chunks: with large models one is more than is copied at once. Their starts do not
+        always have as many factors of two as their size."""
         size = n_pages * PAGE
         slot, data = tier.reserve(3 * MIB), noise(3 * MIB)
         tier.write(slot, 0, data)
         begins = np.array([5, 7 + n_pages]) * PAGE
         chunks = [data[at : at + size] for at in begins.tolist()]
         sums = np.concatenate([sums_of(chunk, size) for chunk in chunks])
-        for to in (np.array([1, 2]), np.array([0, 2])):  # one behind the other, and apart
-            dest = aligned(3 * size + PAGE)[: 3 * size + PAGE]  # with room behind, less than one's
+        for to in (np.array([1, 2]), np.array([0, 2])):  # one after the other, and apart
+            dest = aligned(3 * size + PAGE)[: 3 * size + PAGE]  # spare room, less than a piece
             tier.read_pieces(Pieces(slot.parts[0].off + begins, dest, to, sums, size))
             got = dest[: 3 * size].reshape(3, size)
             assert all(map(np.array_equal, got[to], chunks))
@@ -252,7 +252,7 @@ class SsdContract(TierContract):
 
     @pytest.mark.parametrize("sound", [True, False], ids=["sound", "a bad piece"])
     def test_who_asks_is_told_how_much_is_there(self, tier: SsdTier, sound: bool) -> None:
-        """In the order it asked in, which is not that of the medium; of nothing that is bad."""
+        """It is told in the order it asked in, not the medium's, and of nothing that is bad."""
         slots = [tier.reserve(MIB) for _ in range(3)]
         data = noise(3 * MIB).reshape(3, MIB)
         for slot, its in zip(slots, data, strict=True):
@@ -302,7 +302,7 @@ class SsdContract(TierContract):
         assert failed.value.reason == "io" and "00000000.seg" in str(failed.value)
 
     def test_a_file_that_is_gone_fails_scattered_reads_too(self, tier: SsdTier) -> None:
-        """Opening for a queue once raised what the system raises, past who handles failed reads."""
+        """Opening for a queue once raised the system's own error, past handlers of failed reads."""
         slot, out = tier.reserve(MIB), aligned(MIB)
         (tier.folder / "00000000.seg").unlink()
         reads = [Read(slot, at, out[at : at + PAGE], None, PAGE) for at in (0, MIB // 2)]
@@ -337,8 +337,8 @@ class SsdContract(TierContract):
     def test_ctrl_c_as_a_segment_is_made_or_deleted_leaves_one_account_of_it(
         self, tier: SsdTier, what: str, behind: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A file that was made, or to be deleted, and in no account kept the next from its name: no
-        store ever found room. What was written to one whose file was deleted was in none."""
+        """A file made, or to be deleted, but in no account kept the next from its name: no store
+        ever found room. Data written to a segment whose file was deleted was in no file."""
         tier.write(go := tier.reserve(MIB), 0, noise(MIB))
         tier.free(go)
         where, name = (tiers.segments, "make_full") if what == "made" else (Path, "unlink")
@@ -365,8 +365,8 @@ class SsdContract(TierContract):
     def test_what_a_late_read_opens_as_its_segment_goes_is_not_written_to(
         self, tier: SsdTier, cut_off: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It stayed open, deleted, and all that was stored in the next segment of its number was
-        written there, synced and served from there: after a restart the file held zeros."""
+        """The deleted file stayed open, and all that was stored in the next segment of its number
+        was written, synced and served there: after a restart the new file held zeros."""
         tier.write(old := tier.reserve(MIB), 0, noise(MIB))
         tier.free(old)
         unlink = Path.unlink
@@ -381,8 +381,8 @@ class SsdContract(TierContract):
             patched.setattr(Path, "unlink", behind_a_read)
             assert tier.trim() == MIB
         gone = f"{tier.folder}/00000000.seg (deleted)"
-        if tier.engine not in ("aiofiles", "kvikio"):  # which look when they read next
-            assert (gone in opened()) is cut_off  # else its blocks are back
+        if tier.engine not in ("aiofiles", "kvikio"):  # these look at their next read
+            assert (gone in opened()) is cut_off  # otherwise its blocks are back
         slot, data = tier.reserve(MIB), noise(MIB, 1)
         assert slot == old
         tier.write(slot, 0, data)
@@ -393,8 +393,8 @@ class SsdContract(TierContract):
     def test_while_a_segment_is_made_files_are_read_and_accounts_told(
         self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """One lock was held while the file system made a file: reads of another waited for it. Who
-        wants room meanwhile waits, and shares what comes."""
+        """One lock was held while the file system made a file: reads of another waited for it. A
+        thread that wants room meanwhile waits, and shares what comes."""
         slot, fallocate = tier.reserve(MIB), os.posix_fallocate
         begun, go, in_time = threading.Event(), threading.Event(), []
         slots: list[Slot | None] = []
@@ -423,7 +423,7 @@ class SsdContract(TierContract):
     def test_while_a_segment_is_deleted_files_are_read_and_accounts_told(
         self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Nor was the lock let go of for that. A new segment waits until the old one is gone."""
+        """The lock was held for that, too. A new segment waits until the old one is gone."""
         keep, go_away, unlink = tier.reserve(MIB), tier.reserve(MIB), Path.unlink
         tier.free(go_away)
         begun, go, in_time = threading.Event(), threading.Event(), []
@@ -451,7 +451,7 @@ class SsdContract(TierContract):
     def test_files_of_another_folders_numbers_are_left_alone(
         self, tier: SsdTier, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Of a folder that was copied or renamed: what they name are the other folder's files."""
+        """In a folder that was copied or renamed they name the other folder's files."""
         slot, data = tier.reserve(2 * MIB), noise(2 * MIB)
         tier.write(slot, 0, data)
         other = SsdTier(tier.folder.parent / "copy", MIB, 4 * MIB, number=1)
@@ -487,7 +487,7 @@ class SsdContract(TierContract):
     def test_what_is_free_is_erased_and_nothing_else(
         self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """And counts as free meanwhile: who saw it as used let others' spans go for it."""
+        """It counts as free meanwhile: callers that saw it as used let others' spans go for it."""
         monkeypatch.setattr("tiers.ssd.ERASE_BYTES", 64 << 10)
         slots = [tier.reserve(96 << 10) for _ in range(8)]
         rows = [noise(96 << 10) + np.uint8(i) for i in range(8)]
@@ -519,7 +519,7 @@ class SsdContract(TierContract):
     def test_what_is_taken_while_what_is_free_is_erased_is_erased_when_it_is_given_back(
         self, tier: SsdTier
     ) -> None:
-        """But for what is kept: its bytes are its own. What is taken later is clean already."""
+        """Except for space that is kept: its bytes are its own. Space taken later is clean."""
         data = noise(96 << 10)
         lying = tier.reserve(5 * len(data))
         for i in range(5):
@@ -542,8 +542,8 @@ class SsdContract(TierContract):
         tier.check()
 
     def test_what_segments_of_another_size_leave_over_is_no_capacity(self, tier: SsdTier) -> None:
-        """Segments of before kept their size, and the next one did not fit beside them: a prompt
-        that could never fit had all else evicted for it, each time it came."""
+        """Older segments kept their size, and the next one did not fit beside them: a prompt that
+        could never fit had all else evicted for it, each time it came."""
         made = tier.reserve(3 * MIB)
         assert made is not None and tier.capacity_bytes == 4 * MIB
         tier.close()
@@ -555,7 +555,7 @@ class SsdContract(TierContract):
     def test_who_finds_no_room_while_what_is_free_is_erased_waits_for_it(
         self, tier: SsdTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """All that was free was being erased: it was told that the disk is full."""
+        """All free space was being erased, and the caller was told that the disk is full."""
         full = tier.reserve(tier.capacity_bytes)
         assert full is not None and tier.reserve(PAGE) is None
         tier.free(Slot(full.parts[:1]))
@@ -565,7 +565,7 @@ class SsdContract(TierContract):
         def erasing(slot: Slot) -> None:
             if slot.parts:
                 other.start()
-                other.join(0.2)  # it can only wait: a moment to find nothing
+                other.join(0.2)  # it can only wait: give it a moment to find nothing
                 assert not found
             erase(slot)
 

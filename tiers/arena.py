@@ -1,4 +1,4 @@
-"""What a medium of one allocation has in common with every other: its accounts of space."""
+"""What all media made of one allocation share: the accounting of their space."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Arena:
             with self._lock:
                 parts = self._space.take(round_up(n_bytes))
             return None if parts is None else Slot(parts)
-        except BaseException:  # Ctrl-C: nobody else knows of it
+        except BaseException:  # Ctrl-C: nobody else knows of this space
             if parts is not None:
                 self.free(Slot(parts))
             raise
@@ -40,7 +40,7 @@ class Arena:
             self._space.give(slot.parts)
 
     def close(self) -> None:
-        """The host's memory goes with whoever holds it."""
+        """Nothing to do for host memory: it is freed once nobody holds it any more."""
 
     def usage(self) -> Usage:
         with self._lock:
@@ -53,8 +53,8 @@ class Arena:
 
 
 def units_of(starts: npt.NDArray[np.int64], piece_bytes: int) -> tuple[int, npt.NDArray[np.int64]]:
-    """Bytes of the largest unit (a power of two) in which pieces that begin here can be counted,
-    and which of the arena's they are. Of 128 KiB, two cores copy a sixth more than of pages. Pure.
+    """Bytes of the largest unit (a power of two) that divides these pieces and their starts, and
+    their numbers in such units. With 128 KiB, two cores copy a sixth more than with pages. Pure.
     """
     bits = int(np.bitwise_or.reduce(starts)) | piece_bytes
     size = bits & -bits

@@ -46,8 +46,8 @@ class Read(NamedTuple):
     """One contiguous read: slot bytes [off, off + len(dest)) into dest.
 
     `dest` is contiguous uint8; `sums` holds one xxh3_64 per piece of `piece_bytes` (the last may
-    be shorter), or None for bytes that carry their own check. A tuple, since a scattered choice
-    makes thousands: made in a third of the time.
+    be shorter), or None for bytes that carry their own check. A tuple, since it is made in a third
+    of the time and a scattered choice makes thousands.
     """
 
     slot: Slot
@@ -59,12 +59,12 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Pieces from all over an arena, each with its sum, to places in dest: as columns, since a
+    """Pieces from all over an arena, each with its sum and its place in dest: as columns, since a
     scattered choice makes thousands.
 
-    Piece i: arena bytes [starts[i], starts[i] + piece_bytes), a multiple of PAGE, to piece `to[i]`
-    of dest, ascending. Where `to` is [pieces, k], each of the k equal parts of a piece has a place
-    of its own, in parts of that size, or -1: nowhere.
+    Piece i: arena bytes [starts[i], starts[i] + piece_bytes), a multiple of PAGE, go to piece
+    `to[i]` of dest; `to` is ascending. Where `to` is [pieces, k], each of the k equal parts of a
+    piece has a place of its own, counted in parts of that size, or -1: nowhere.
     """
 
     starts: npt.NDArray[np.int64]
@@ -78,12 +78,12 @@ class Pieces:
         return len(self.starts) * self.piece_bytes
 
     def cut(self, most_bytes: int) -> list[Pieces]:
-        """In slices of about most_bytes. Pure."""
+        """Cut into slices of about most_bytes. Pure."""
         n = max(1, most_bytes // self.piece_bytes)
         return [self._some(slice(at, at + n)) for at in range(0, len(self.starts), n)]
 
     def straight(self) -> Bytes | None:
-        """The part of dest they fill, in order and without gaps; None where they do not. Pure."""
+        """The part of dest the pieces fill, in order without gaps; None where they do not. Pure."""
         if self.to.ndim > 1:
             return None
         first, last = int(self.to[0]), int(self.to[-1])
@@ -99,7 +99,7 @@ class Pieces:
     def places(self) -> tuple[Bytes, slice | npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(dest, of, to): dest[to] = parts[of] puts everything where it goes. Pure.
 
-        `dest` and `parts`, the pieces one behind the other, are [n, bytes of what has a place].
+        `parts`, the pieces one after the other, and `dest` are [n, bytes of what has one place].
         """
         to, size = self.to.reshape(-1), self.piece_bytes * len(self.to) // self.to.size
         dest = self.dest[: len(self.dest) // size * size].reshape(-1, size)
@@ -108,11 +108,11 @@ class Pieces:
         return dest, some.nonzero()[0], to[some]
 
     def verify(self, found: Bytes, where: str) -> None:
-        """Compare pieces, one behind the other, with their sums. Raises ReadFailed("checksum")."""
+        """Compare pieces, one after the other, with their sums. Raises ReadFailed("checksum")."""
         self.compare(_digests(found, self.piece_bytes), where)
 
     def compare(self, digests: list[int], where: str) -> None:
-        """What pieces come to, one each, with their sums. Raises ReadFailed("checksum")."""
+        """Compare the pieces' digests, one each, with their sums. Raises ReadFailed("checksum")."""
         want = self.sums.tolist()
         if digests != want:
             bad = _unlike(digests, want)
@@ -132,13 +132,13 @@ class Usage(NamedTuple):
 class Tier(Protocol):
     """A medium. All methods may be called from any thread; none is held up by another's I/O.
 
-    It is read as `Home` or as `Cache` is: in contiguous reads, or in pieces from all over.
+    It is read either as `Home`, in contiguous reads, or as `Cache`, in pieces from all over.
     """
 
     name: str
 
     def reserve(self, n_bytes: int) -> Slot | None:
-        """Take space for n_bytes (> 0), rounded up to pages; None when full, nothing taken."""
+        """Take space for n_bytes (> 0), rounded up to pages; None, taking nothing, when full."""
 
     def free(self, slot: Slot) -> None:
         """Give a slot back whole. Its bytes may be overwritten at once."""
@@ -147,36 +147,36 @@ class Tier(Protocol):
         """Put data at slot bytes [off, off + len(data)). Raises MediumError."""
 
     def usage(self) -> Usage:
-        """What is taken and what is not."""
+        """How much is taken and how much is not."""
 
     def check(self) -> None:
         """Assert that the accounts add up."""
 
 
 class Home(Tier, Protocol):
-    """Where bytes lie in few places, and what counts is how often one asks."""
+    """A medium where bytes lie in few places, and the number of requests is what counts."""
 
     def read(self, reads: Sequence[Read], then: Callable[[int], None] | None = None) -> None:
         """Fill every dest and verify every piece. Raises ReadFailed; then no dest may be used.
 
-        `then`: told now and then, by this thread, how many of the reads' bytes, in their order, are
-        there by now; at last all are.
+        `then`: called now and then, on this thread, with how many of the reads' bytes, counted in
+        their order, are there so far; the last time, all of them.
         """
 
 
 class Cache(Tier, Protocol):
-    """Memory: one arena, of which every page is as near as the next."""
+    """Memory: one arena, every page of which is as near as the next."""
 
     @property
     def least_copy(self) -> int:
-        """Bytes that are worth a call of `read_pieces`; any number may be asked for."""
+        """The fewest bytes worth a call of `read_pieces`; any number may be asked for."""
 
     def read_pieces(self, pieces: Pieces) -> None:
         """Bring and verify pieces. Raises ReadFailed; then dest must not be used."""
 
     def close(self) -> None:
-        """Let go of memory that others may wait for: nothing is read or written any more, but
-        counted as before."""
+        """Let go of memory that others may wait for: nothing is read or written any more, but its
+        space is counted as before."""
 
 
 def round_up(n: int, unit: int = PAGE) -> int:
@@ -184,7 +184,7 @@ def round_up(n: int, unit: int = PAGE) -> int:
     return -(-n // unit) * unit
 
 
-#: Of one buffer.
+#: The xxh3_64 of one buffer.
 digest: Final = xxhash.xxh3_64_intdigest
 
 
@@ -195,14 +195,14 @@ def sums_of(data: Bytes, piece_bytes: int) -> Sums:
 
 def _digests(data: Bytes, piece_bytes: int) -> list[int]:
     whole = len(data) // piece_bytes
-    if whole >= 4 and whole * piece_bytes == len(data):  # a tenth less than slicing, once it is hot
+    if whole >= 4 and whole * piece_bytes == len(data):  # a tenth less time than slicing, once hot
         return list(map(digest, data.reshape(whole, piece_bytes)))
     view = memoryview(data)
     return [digest(view[at : at + piece_bytes]) for at in range(0, len(view), piece_bytes)]
 
 
 def _unlike(found: Sequence[int], want: Sequence[int]) -> list[int]:
-    """Where two lists of digests, as long as each other, differ."""
+    """Indices at which two lists of digests, of the same length, differ."""
     return [i for i, pair in enumerate(zip(found, want, strict=True)) if pair[0] != pair[1]]
 
 
@@ -213,13 +213,13 @@ def _bad(pieces: Sequence[int]) -> str:
 def verify(read: Read, where: Callable[[Slot, int], str]) -> None:
     """Compare dest with its sums. Raises ReadFailed("checksum") naming the first bad piece.
 
-    `where`: what a slot and a byte of it are called that the piece begins at.
+    `where`: names, for the error, a slot and the byte in it at which the piece begins.
     """
     if read.sums is None:
         return
-    if len(read.sums) == 1:  # chosen rows come so: three times as fast as by lists, once it is hot
+    if len(read.sums) == 1:  # as in chosen rows: three times as fast as by lists, once it is hot
         found, want = [digest(read.dest)], [read.sums.item()]
-    else:  # lists: for the few pieces of a read they are compared in a third of an array's time
+    else:  # lists: a read's few pieces are compared in a third of the time an array takes
         found, want = _digests(read.dest, read.piece_bytes), read.sums.tolist()
     if found != want:
         bad = _unlike(found, want)

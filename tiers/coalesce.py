@@ -9,21 +9,21 @@ from typing import Final
 
 from tiers.base import Bytes, Extent, Read, Slot
 
-#: One preadv takes at most this much: beyond it nothing is gained, and a slice stays cache-sized.
+#: One preadv reads at most this much: more gains nothing, and a slice stays cache-sized.
 RUN_BYTES = 1 << 20
-#: Linux allows 1,024; fewer keep the call's set-up small.
+#: Most views of one call. Linux allows 1,024; fewer keep the call's set-up small.
 RUN_VIEWS = 256
-#: A slice of reads for one thread: at least this, so that small reads do not drown in hand-offs.
-#: (84 MB of which a quarter is not in memory, two cores: 16 to 18 ms; 18.5 with half of this.)
+#: A slice of reads for one thread is at least this, so that small reads do not drown in hand-offs.
+#: (84 MB, a quarter of it not in memory, two cores: 16 to 18 ms; 18.5 with half of this.)
 LEAST_SLICE: Final = 512 << 10
-#: The same where every thread has work already: more slices bring nothing any sooner.
+#: The same where every thread already has work: more slices would bring nothing sooner.
 LARGE_SLICE: Final = RUN_BYTES
-#: The same of chosen rows, where one thread has many requests under way: what has come is verified
-#: while the next is read, and no thread waits for another's interpreter.
+#: The same for chosen rows, where one thread has many requests under way: rows that have come are
+#: verified while the next are read, and no thread waits for another to release the interpreter.
 STREAM: Final = 16 << 20
 MOST_SLICE: Final = 2 << 20
-#: Slices for each thread, of what comes from a disk. It shares what it gives among all that was
-#: asked: with one each, all came at once and was then verified, a tenth of a sparse read's time.
+#: Slices per thread, for reads from a disk. A disk shares its throughput among all requests: with
+#: one slice each, all came at once and was verified only then, a tenth of a sparse read's time.
 TURNS: Final = 2
 
 
@@ -31,8 +31,8 @@ TURNS: Final = 2
 class Run:
     """One system call: contiguous segment bytes from `off` into views, in order.
 
-    `ends`: the reads that are complete with it, where runs are read in order. `done`: bytes of all
-    reads, in their order, that are then there; 0 where they are not just the first of them.
+    `ends`: the reads that it completes, where runs are read in order. `done`: how many bytes of all
+    reads, counted in their order, are there after it; 0 where those are not just the first ones.
     """
 
     segment: int
@@ -76,7 +76,7 @@ def coalesce(reads: Iterable[Read]) -> list[Run]:
             places += _places(read)
     places.sort(key=itemgetter(0, 1))
     runs: list[Run] = []
-    last: dict[int, tuple[Run, Read]] = {}  # of reads in several places
+    last: dict[int, tuple[Run, Read]] = {}  # for reads in several places
     run = Run(-1, 0, [], 0, [])
     for segment, off, view, read in places:
         n_bytes = len(view)
@@ -101,7 +101,7 @@ def coalesce(reads: Iterable[Read]) -> list[Run]:
 
 
 def batches(reads: Sequence[Read], most: int) -> Iterator[list[Run]]:
-    """Runs for these reads, of RUN_BYTES or `most` at a time: each batch made when it is wanted."""
+    """Runs for these reads, RUN_BYTES or `most` runs at a time: each batch is made when wanted."""
     done = 0
     for some in slices(reads, RUN_BYTES):
         runs = coalesce(some)
@@ -111,7 +111,7 @@ def batches(reads: Sequence[Read], most: int) -> Iterator[list[Run]]:
 
 
 def _places(read: Read) -> Iterator[tuple[int, int, Bytes, Read]]:
-    """A read cut where its slot is, and at RUN_BYTES."""
+    """A read, cut where its slot is cut, and every RUN_BYTES."""
     at = 0
     for segment, off, length in locate(read.slot, read.off, len(read.dest)):
         for start in range(0, length, RUN_BYTES):
@@ -121,7 +121,7 @@ def _places(read: Read) -> Iterator[tuple[int, int, Bytes, Read]]:
 
 
 def slice_bytes(n_bytes: int, n_threads: int, *, turns: int = 1, few: bool = False) -> int:
-    """What a thread takes of n_bytes in one of its turns; `few`: LARGE_SLICE at least. Pure."""
+    """How much of n_bytes a thread takes in a turn; `few`: at least LARGE_SLICE. Pure."""
     most = min(MOST_SLICE, n_bytes // (turns * n_threads))
     return max(LARGE_SLICE if few else LEAST_SLICE, most)
 
@@ -132,7 +132,7 @@ def slices(reads: Sequence[Read], slice_bytes: int) -> list[list[Read]]:
     room = slice_bytes
     for read in reads:
         n_bytes, at = len(read.dest), 0
-        if n_bytes <= room:  # most, where rows were chosen
+        if n_bytes <= room:  # most reads, where rows were chosen
             cut[-1].append(read)
             room -= n_bytes
             continue

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-#: The driver's error where it finds none.
+#: The driver's error where it finds no device.
 _NO_DEVICE: Final = 100
-#: What to do about errors that come with a device there.
+#: What to do about errors that come although there is a device.
 _TO_DO: Final = {
     3: "where this process was forked from one that used CUDA, start it by spawn",
     802: "start the fabric manager (nvidia-fabricmanager)",
@@ -17,7 +17,7 @@ _TO_DO: Final = {
 
 
 def no_device() -> str:
-    """Why there is none to be used, in one line; "" where the driver finds one."""
+    """Why no device can be used, in one line; "" where the driver finds one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

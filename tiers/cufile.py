@@ -1,9 +1,9 @@
 """kvikio: NVIDIA's cuFile, where there is a GPU. An extra (`gpu`), imported lazily.
 
 Without a CUDA driver its host reads fail, and with a broken one they can hang (measured on kvikio
-26.10): so it is probed first, and then proves itself in a process of its own. It reads into host
-memory here. Straight into device memory is off: rows there could not be verified before they are
-used (docs/decisions/0019). The contract of reads was kept on an H200.
+26.10): so the driver is probed first, and kvikio then proves itself in a process of its own. Here
+it reads into host memory. Reading straight into device memory is off: rows there could not be
+verified before they are used (docs/decisions/0019). On an H200 it kept the contract of reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiers.cuda import no_device
 from tiers.queues import Completions, FileOf, OwnFiles, ReadQueue, SegmentFile
 
 _TEST_TIMEOUT_S: Final = 60.0
-#: Its own default is one thread; eight are what the disk of docs/decisions/0005 took.
+#: kvikio's own default is one thread; the disk of docs/decisions/0005 took eight.
 _N_THREADS: Final = 8
 _set_up = threading.Lock()
 #: Writes a page, reads it back, compares.
@@ -47,7 +47,7 @@ def why_not() -> str:
     if lacking:
         return lacking
     try:
-        command = (sys.executable, "-P", "-c", _SELF_TEST)  # -P: no file of where this is run
+        command = (sys.executable, "-P", "-c", _SELF_TEST)  # -P: no imports from the cwd
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=_TEST_TIMEOUT_S
         )
@@ -62,12 +62,12 @@ def why_not() -> str:
 def _library() -> Any:
     """kvikio, told to read past the page cache and with several threads.
 
-    Both are settings of the whole process; a kvikio that knows them not failed the self-test.
+    Both are settings of the whole process; a kvikio without them has failed the self-test.
     """
     import kvikio
     from kvikio import defaults
 
-    with _set_up:  # setting the threads ends those there are: once, before any reads
+    with _set_up:  # setting the number ends the threads there are: once, before any reads
         n_threads = max(_N_THREADS, defaults.get("num_threads"))
         if not defaults.get("auto_direct_io_read") or defaults.get("num_threads") < n_threads:
             defaults.set({
@@ -77,7 +77,7 @@ def _library() -> Any:
 
 
 class KvikioQueue(ReadQueue):
-    """All reads of a batch handed to cuFile's threads at once."""
+    """Hands all reads of a batch to cuFile's threads at once."""
 
     name = "kvikio"
 
@@ -100,14 +100,14 @@ class KvikioQueue(ReadQueue):
                     _sum(futures)
 
     def _start(self, run: Run, segment: SegmentFile, futures: list[Any]) -> bool:
-        """Send a run; `futures` get what is under way, also where it is only part of it."""
+        """Send a run; `futures` gets what is under way, even if that is only part of the run."""
         off = run.off
         try:
             file = self._files.of(segment)
             for view in run.views:
                 futures.append(file.pread(view, len(view), off))
                 off += len(view)
-        except Exception:  # whatever the library raises: it is read again with preadv
+        except Exception:  # whatever the library raises: the run is read again with preadv
             return False
         return True
 
@@ -116,7 +116,7 @@ class KvikioQueue(ReadQueue):
 
 
 def _sum(futures: list[Any]) -> int:
-    """Wait for all: bytes they read; -1 when one failed. Past a file's end cuFile raises."""
+    """Wait for all; the bytes they read, or -1 if one failed. Past a file's end cuFile raises."""
     total = 0
     for future in futures:
         try:

@@ -13,21 +13,21 @@ from tiers.base import Bytes, Pieces, Slot, digest
 from tiers.coalesce import locate
 from tiers.errors import MediumError
 
-#: Bytes gathered at once, to be verified and scattered. Where smaller ones fit a core's own cache,
-#: threads hand the interpreter to each other more often, three times a block: on two cores 18 MB in
-#: pieces of 8 KiB took 1.9 ms with 512 KiB, 1.4 with 2 MiB; in parts of 2 KiB, 126 MB took 45 ms
-#: with 1,800 hand-offs, 32 with 700.
+#: Bytes gathered at once, to be verified and scattered. Smaller blocks fit a core's own cache, but
+#: threads then hand the interpreter to each other more often, three times a block: on two cores 18
+#: MB in pieces of 8 KiB took 1.9 ms in blocks of 512 KiB, 1.4 in 2 MiB; in parts of 2 KiB, 126 MB
+#: took 45 ms with 1,800 hand-offs, 32 with 700.
 _BLOCK: Final = 2 << 20
-#: Pieces of at least so many are brought one by one, straight to their places, and compared while a
+#: Pieces at least this long are brought one by one, straight to their places, and compared while a
 #: core has them in its cache (two cores, 128 KiB, every second place: 17.9 GB/s; in blocks 11).
 _LONG: Final = 64 << 10
 
 
 class DramTier(Arena):
-    """An anonymous mapping of budget_bytes. What is read is verified, like any other medium's."""
+    """An anonymous mapping of budget_bytes. What is read is verified, as on any other medium."""
 
     def __init__(self, budget_bytes: int, name: str = "dram") -> None:
-        """`name`: of the medium it is, or stands for."""
+        """`name`: that of the medium it is, or stands in for."""
         super().__init__(budget_bytes)
         self.name = name
         self._arena = _mapped(self.n_bytes, name) if self.n_bytes else np.empty(0, np.uint8)
@@ -38,10 +38,10 @@ class DramTier(Arena):
             data = data[length:]
 
     def read_pieces(self, pieces: Pieces) -> None:
-        """Long ones each by itself, others block by block, verified while the processor has them in
-        its cache.
+        """Bring long pieces one by one, others block by block, verified while the processor has
+        them in its cache.
 
-        A call for many short ones instead of calls for each: threads that copy some KiB at a time
+        Many short ones share a call instead of one call each: threads that copy some KiB at a time
         spend more on handing the interpreter to each other than on copying.
         """
         if pieces.piece_bytes >= _LONG and pieces.to.ndim == 1:
@@ -52,7 +52,7 @@ class DramTier(Arena):
             if to is None:
                 to = np.empty(some.n_bytes, dtype=np.uint8)
             size, at = units_of(some.starts, some.piece_bytes)
-            # "clip": under "raise" NumPy fills a copy of its own first. The bytes are there.
+            # "clip": with "raise" NumPy fills a copy of its own first. All of `at` is in range.
             units = self._arena[: len(self._arena) // size * size].reshape(-1, size)
             units.take(at, axis=0, out=to.reshape(-1, size), mode="clip")
             some.verify(to, self.name)
@@ -70,7 +70,7 @@ class DramTier(Arena):
 
 
 def _blocks(pieces: Pieces) -> list[Pieces]:
-    """What is brought at once: what goes to neighbouring places as it is. Pure."""
+    """What is brought at once: all of it if it goes to neighbouring places, else blocks. Pure."""
     return [pieces] if pieces.straight() is not None else pieces.cut(_BLOCK)
 
 
@@ -84,6 +84,6 @@ def _mapped(n_bytes: int, name: str) -> Bytes:
             f"{name}: {n_bytes:,} bytes of memory asked for: {err.strerror}: lower {name}_bytes"
         ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # advice: a kernel may have none
+        with suppress(OSError):  # only advice: a kernel may not know it
             area.madvise(mmap.MADV_HUGEPAGE)  # measured: a first copy at a quarter of the CPU
     return np.frombuffer(area, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Which ways of reading files there are, which of them go here, and why the others do not."""
+"""Which ways of reading files there are, which of them work here, and why the others do not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _kvikio_says() -> str:
     return why_not()
 
 
-#: Name -> how a thread gets a queue (None: each read is one preadv), and why it would not.
+#: Name -> how a thread gets a queue (None: each read is one preadv), and why it would get none.
 _ENGINES: Final[dict[str, tuple[Callable[[], ReadQueue] | None, Callable[[], str]]]] = {
     "aio": (AioQueue, lambda: _kernel_says(AioQueue)),
     "io_uring": (UringQueue, lambda: _kernel_says(UringQueue)),
@@ -47,7 +47,7 @@ _ENGINES: Final[dict[str, tuple[Callable[[], ReadQueue] | None, Callable[[], str
     "aiofiles": (_aiofiles, lambda: ""),
 }
 ENGINES: Final = tuple(_ENGINES)
-#: What "auto" takes: the first that goes.
+#: What "auto" takes: the first that works.
 _AUTO: Final = ("aio", "io_uring", "preadv")
 
 
@@ -58,7 +58,7 @@ def why_not(name: str) -> str:
 
 
 def engine_named(name: str) -> str:
-    """The engine meant by a name of ENGINES or "auto". Raises MediumError when it does not go."""
+    """The engine meant by a name of ENGINES or "auto". Raises MediumError if it does not work."""
     if name == "auto":
         return next(engine for engine in _AUTO if not why_not(engine))
     if name not in _ENGINES:

@@ -1,4 +1,4 @@
-"""What a medium can fail with. The text names the medium, the slot and the path."""
+"""The errors a medium can fail with. Their text names the medium, the slot and the path."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class MediumError(Exception):
 
     @property
     def harmless(self) -> bool:
-        """It says nothing against what is stored: the medium is slow, or the process is short of
-        files or memory, or may not read. Nothing is given up over it."""
+        """Whether it says nothing against what is stored: the medium is slow, or the process is
+        short of files or memory, or may not read. Nothing is given up because of it."""
         return self.reason in HARMLESS
 
 
 class Cancelled(MediumError):
-    """A task that never ran: whatever it was to bring is not there."""
+    """A task that never ran: whatever it should have brought is not there."""
 
 
 class ReadFailed(MediumError):
@@ -37,9 +37,9 @@ class ReadFailed(MediumError):
 
 
 def read_failed(path: Path, err: OSError) -> ReadFailed:
-    """What a read failed with. The process may lack what the medium has nothing to do with."""
+    """The error of a failed read. The process may lack something the medium is not to blame for."""
     reason = "io"
-    # The last: of memory to read into that cannot be written, or whose pages are gone.
+    # EFAULT: the memory to read into cannot be written, or its pages are gone.
     if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFAULT):
         reason = "shortage"
     elif err.errno in (errno.EACCES, errno.EPERM):

@@ -1,5 +1,5 @@
-"""Small files written whole, large ones made full size, what makes a new name survive a power cut,
-whose a new file is, files named by numbers, holes, locks, how many may be open, and what can be
+"""Small files written whole, large ones made at full size, new names that survive a power cut,
+owners of new files, files named by numbers, holes, locks, how many may be open, and what can be
 read of a file that cannot be read whole."""
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tiers.base import PAGE
 
 #: See `spare_of`.
 MOST_SPARE: Final = 64 << 20
-#: Of a file's attributes (FS_IOC_GETFLAGS, FS_IOC_SETFLAGS): what is written over is not copied.
+#: Of a file's attributes (FS_IOC_GETFLAGS, FS_IOC_SETFLAGS); the flag: overwriting copies nothing.
 _GET_FLAGS: Final = 0x80086601
 _SET_FLAGS: Final = 0x40086602
 _NO_COPY: Final = 0x00800000
 
 
 class Locked(int):
-    """The descriptor of a file that this process holds a lock on. Told from another of the same
-    number, and of the same file, by being another object."""
+    """The descriptor of a file that this process holds a lock on. Compared by identity: another of
+    the same number, even one of the same file, is another object."""
 
     file: tuple[int, int]  # device, inode
 
@@ -47,8 +47,8 @@ def sync_path(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """For its owner alone, where there is none; so are those it lies in. One that is made is on
-    stable storage: what is durable in it has to be found. Raises OSError."""
+    """Make a folder for its owner alone where there is none, and its parents too. A new one is on
+    stable storage on return: what is durable in it has to be found. Raises OSError."""
     if not path.parent.exists():
         make_folder(path.parent)
     is_new = not path.exists()
@@ -59,15 +59,15 @@ def make_folder(path: Path) -> None:
 
 
 def give_to_owner(path: Path) -> None:
-    """What is root's goes to the owner of the folder it is in; others change nothing.
+    """Give what is root's to the owner of the folder it is in; do nothing unless run by root.
 
-    What root makes in a directory would else lock out the service whose that is.
+    Otherwise what root makes in a directory would lock out the service that owns the directory.
     """
     if os.geteuid() != 0:
         return
-    with suppress(OSError):  # deleted meanwhile, or a file system where nothing is given away
+    with suppress(OSError):  # deleted meanwhile, or a file system where owners cannot be changed
         owner, its = path.parent.stat(), path.lstat()
-        # A file that is named elsewhere too may be any: its owner put the name here.
+        # A file with names elsewhere may be any file: the folder's owner may have linked it here.
         if its.st_uid == 0 and (stat.S_ISDIR(its.st_mode) or its.st_nlink == 1):
             os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
@@ -75,8 +75,8 @@ def give_to_owner(path: Path) -> None:
 def segment_paths(folder: Path) -> list[Path]:
     """The files NUMBER.seg of a folder, by name; none where there is no folder. Raises OSError.
 
-    Whatever else somebody put there, a copy with a name of his own (1.seg beside 00000001.seg), is
-    not among them. Not by `glob`, to which a folder that it may not list is an empty one.
+    Anything else somebody put there, such as a copy under a name of its own (1.seg beside
+    00000001.seg), is not among them. Not by `glob`: it takes a folder it may not list for empty.
     """
     found = []
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -86,7 +86,7 @@ def segment_paths(folder: Path) -> list[Path]:
 
 
 def size_of(path: Path, *, kept: bool = False) -> int:
-    """Bytes of a file; 0 where somebody has deleted it, unless it is `kept`. Raises OSError."""
+    """Bytes of a file; 0 where somebody has deleted it, an error if `kept`. Raises OSError."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -101,9 +101,9 @@ def punch(fd: int, off: int, n_bytes: int) -> bool:
 
 
 def give_blocks(fd: int, n_bytes: int) -> None:
-    """So long at least, its blocks taken and what is in them kept, whoever writes there meanwhile.
+    """Make a file n_bytes long at least, blocks taken and content kept, whoever writes meanwhile.
 
-    Nothing where the file system does not take blocks ahead. Raises OSError where it is full.
+    Does nothing where the file system takes no blocks ahead. Raises OSError where it is full.
     """
     err = _fallocate(fd, 0, 0, n_bytes)  # not posix_fallocate, which may write bytes instead
     if err in (errno.ENOSPC, errno.EDQUOT):
@@ -111,8 +111,8 @@ def give_blocks(fd: int, n_bytes: int) -> None:
 
 
 def keep_in_place(fd: int) -> None:
-    """Of an empty file: what is written over it takes no new blocks, also where the file system
-    copies what is written (btrfs). Nothing where it has no such files."""
+    """For an empty file: overwriting it takes no new blocks, even where the file system copies on
+    write (btrfs). Does nothing where there are no such files."""
     with suppress(OSError):
         (flags,) = struct.unpack("i4x", fcntl.ioctl(fd, _GET_FLAGS, bytes(8)))
         fcntl.ioctl(fd, _SET_FLAGS, struct.pack("i4x", flags | _NO_COPY))
@@ -130,8 +130,8 @@ def _fallocate(fd: int, mode: int, off: int, n_bytes: int) -> int:
 def emptied(fd: int, off: int, n_bytes: int) -> bool:
     """Give blocks back to the file system and take empty ones in their place.
 
-    False where it has no holes: nothing was done. Raises OSError: they may be back without others
-    in their place.
+    False where the file system has no holes: nothing was done. Raises OSError: blocks may then have
+    been given back without others in their place.
     """
     if not punch(fd, off, n_bytes):
         return False
@@ -140,9 +140,9 @@ def emptied(fd: int, off: int, n_bytes: int) -> bool:
 
 
 def write_whole(path: Path, raw: bytes, *, replace: bool = True) -> None:
-    """All of it or nothing, for its owner alone, on stable storage on return. Raises OSError.
+    """Write all or nothing, for its owner alone, on stable storage on return. Raises OSError.
 
-    Without `replace` one that is there stays, whoever made it and when: FileExistsError.
+    Without `replace` an existing file stays, whoever made it and when: FileExistsError.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -162,8 +162,8 @@ def write_whole(path: Path, raw: bytes, *, replace: bool = True) -> None:
 
 
 def spare_of(folder: Path) -> int:
-    """What files of full size leave of a file system to what else is written there, and grows: a
-    sixteenth, at most MOST_SPARE; 0 where its size is not known. Raises OSError."""
+    """Bytes of a file system that files of full size leave to what else is written there, and
+    grows: a sixteenth, at most MOST_SPARE; 0 where its size is not known. Raises OSError."""
     stat = os.statvfs(folder)
     return min(stat.f_blocks * stat.f_frsize // 16, MOST_SPARE)
 
@@ -171,7 +171,7 @@ def spare_of(folder: Path) -> int:
 def make_full(path: Path, n_bytes: int, more: int = 0) -> None:
     """A new file for its owner alone, all its blocks taken, on stable storage on return.
 
-    `more`: bytes to leave beside what is spare. Raises OSError; whatever it ends in, no half of it
+    `more`: bytes to leave besides what is spare. Raises OSError; however it ends, no partial file
     stays.
     """
     stat, spare = os.statvfs(path.parent), spare_of(path.parent)
@@ -192,8 +192,8 @@ def make_full(path: Path, n_bytes: int, more: int = 0) -> None:
 
 
 def open_or_make(path: Path) -> int:
-    """A descriptor of a file, made for its owner alone if need be. Raises OSError, also where it is
-    a link: what is written there is meant for no other file."""
+    """A descriptor of a file, made for its owner alone if need be. Raises OSError, even where it is
+    a symbolic link: what is written there is meant for no other file."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as err:
@@ -203,17 +203,17 @@ def open_or_make(path: Path) -> int:
 
 
 def said_of_link(path: Path) -> str:
-    """What is wrong with one in the place of a file of a store's. Pure."""
+    """What is wrong with a symbolic link in place of one of a store's files. Pure."""
     return (
         f"{path.name} is a symbolic link, which is not followed: put the file itself in its place"
     )
 
 
 def lock_file(path: Path) -> Locked | None:
-    """Create a file if need be and lock it for this process alone; None at once: another has it.
+    """Create a file if need be and lock it for this process alone; None at once if another has it.
 
-    The kernel lets go when the process ends, however it ends: a forked child does not inherit the
-    lock. Give the descriptor to `unlock_file`. Raises OSError.
+    The kernel lets go of the lock when the process ends, however it ends: a forked child does not
+    inherit it. Pass the descriptor to `unlock_file`. Raises OSError.
     """
     while True:
         fd = Locked(open_or_make(path))
@@ -230,14 +230,14 @@ def lock_file(path: Path) -> Locked | None:
         except BaseException:  # Ctrl-C: it would stay locked until this process ends
             unlock_file(fd)
             raise
-        unlock_file(fd)  # deleted before it was ours: once more
+        unlock_file(fd)  # deleted before we had the lock: once more
 
 
 def unlock_file(fd: Locked) -> None:
-    """Idempotent. What was cut off a second call does; by then its number may be another file's."""
+    """Idempotent. A second call does what was cut off; its number may be another file's by then."""
     if _locked.get(fd) is not fd:
         return
-    with suppress(OSError):  # it was closed, and its number is nobody's
+    with suppress(OSError):  # already closed, and its number is nobody's
         if _file_of(fd) == fd.file:
             os.close(fd)
     if _locked.get(fd) is fd:
@@ -251,7 +251,7 @@ def _file_of(fd: int) -> tuple[int, int]:
 
 @contextmanager
 def turn_at(folder: Path) -> Iterator[None]:
-    """One process at a time: whoever else asks for a turn at this folder waits. Raises OSError."""
+    """Let one process at a time have its turn at this folder; others wait. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -277,8 +277,8 @@ os.register_at_fork(after_in_child=_in_a_child)
 
 
 def read_pages(fd: int, n_bytes: int, off: int) -> tuple[bytes, int]:
-    """n_bytes of a file, which has them: zeros for pages that the disk does not give, and how many
-    those are. Raises OSError where it is memory that lacks: that says nothing of the disk."""
+    """n_bytes of a file that is long enough, with zeros for pages that the disk does not give, and
+    the number of those. Raises OSError where memory is short: that says nothing about the disk."""
     found = _readable(fd, n_bytes, off)
     if len(found) == n_bytes:
         return found, 0
@@ -292,7 +292,7 @@ def read_pages(fd: int, n_bytes: int, off: int) -> tuple[bytes, int]:
 
 
 def _readable(fd: int, n_bytes: int, off: int) -> bytes:
-    """What lies before the first page that cannot be read: that much the kernel gives."""
+    """The bytes before the first page that cannot be read: the kernel gives that much."""
     try:
         return os.pread(fd, n_bytes, off)
     except OSError as err:
@@ -302,12 +302,12 @@ def _readable(fd: int, n_bytes: int, off: int) -> bytes:
 
 
 def let_open(n_files: int) -> None:
-    """So many are open by now (a new file has the lowest number that is free): where that is a
-    quarter of what this process may have or more, its limit is raised fourfold, as far as the
-    system lets it."""
+    """Raise this process's limit of open files fourfold, as far as the system lets it, where
+    n_files are a quarter of it or more. So many are open by then: a new file gets the lowest number
+    that is free."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or 4 * n_files < soft:
         return
     more = 4 * soft if hard == resource.RLIM_INFINITY else min(4 * soft, hard)
-    with suppress(OSError, ValueError):  # it says so itself, when one more is refused
+    with suppress(OSError, ValueError):  # the system says so itself, when one more is refused
         resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))

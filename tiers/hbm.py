@@ -3,14 +3,14 @@
     write   data ─memcpy─> pinned ─up stream─> arena                     returns when it is there
     pieces  dest <─memcpy─ verified <─ pinned <─down stream─ gathered <─ arena
 
-Copies of more than a stage are cut, and two stages a thread take turns: one is on the bus while the
-other is copied by the processor. Pieces from all over share a stage. Memory that the device reaches
-by itself (`page_lock`) needs no stage: measured on an H200, 53 GB/s on the bus, where a thread
-copied 6.4 (16 processors of a virtual machine, 2026-11-27).
+Copies of more than a stage are cut, and each thread's two stages take turns: one is on the bus
+while the processor copies the other. Pieces from all over share a stage. Memory that the device
+reaches by itself (`page_lock`) needs no stage: measured on an H200, 53 GB/s on the bus, against 6.4
+copied by a thread (16 processors of a virtual machine, 2026-11-27).
 
-What the sums cover: what has come to the host, so everything that happened since it was packed, on
-the bus and in the device's memory too. What is done with it afterwards, such as the caller's own
-copy to a device, they do not.
+The sums cover what has come to the host, and so everything that happened to it since it was packed,
+on the bus and in the device's memory too. They do not cover what is done with it afterwards, such
+as the caller's own copy to a device.
 
 The device is reached through torch, imported when a tier is made: whoever has a GPU for an engine
 has torch, and one process then has one CUDA context.
@@ -39,11 +39,11 @@ from tiers.coalesce import locate
 from tiers.cuda import no_device
 from tiers.errors import MediumError, ReadFailed
 
-#: Bytes of a stage: some 80 µs of PCIe 5 x16. A copy took as long to be queued as 2 MB to go over,
-#: and much longer where eight threads queued them: so few, long ones.
+#: Bytes of a stage: some 80 µs of PCIe 5 x16. Queueing a copy took as long as moving 2 MB, and much
+#: longer where eight threads queued them: hence few, long ones.
 STAGE_BYTES: Final = 4 << 20
 _N_STAGES: Final = 2
-#: Places of a stage that are worth a copy each; more are put there by the processor.
+#: Most places of a stage that are worth a copy each; to more, the processor moves the pieces.
 _MOST_PLACES: Final = 4
 
 
@@ -68,12 +68,12 @@ class Memory(Protocol):
         """Queue a copy of pinned data to [at, at + len(data))."""
 
     def gather(self, at: npt.NDArray[np.int64], size: int, dest: Bytes) -> Event:
-        """Queue a copy of each [at[i], at[i] + size) to pinned dest, one behind the other. All
-        begin at pages."""
+        """Queue a copy of each [at[i], at[i] + size) to pinned dest, one after the other. Each
+        begins at a page."""
 
 
 class _Stage(NamedTuple):
-    """Pieces under way: `event` says when they are in `pinned`, or, without, in their places."""
+    """Pieces under way: `event` says when they are in `pinned` or, if that is None, in place."""
 
     event: Event
     pinned: Bytes | None
@@ -84,13 +84,13 @@ class HbmTier(Arena):
     """A device arena of budget_bytes. A slot's bytes are there when `write` has returned."""
 
     #: One stage is on the bus while the other is put in place. (18 MB in pieces of 8 KiB by two
-    #: threads of an H200's machine: 5.1 ms, in calls for 2 MiB each 6.8.)
+    #: threads of an H200's machine: 5.1 ms; 6.8 in calls for 2 MiB each.)
     least_copy = _N_STAGES * STAGE_BYTES
 
     def __init__(self, budget_bytes: int, name: str = "hbm", memory: Memory | None = None) -> None:
-        """`memory`: at least budget_bytes; None: of the current CUDA device.
+        """`memory`: at least budget_bytes; None: memory of the current CUDA device.
 
-        Raises MediumError when the device has not that much.
+        Raises MediumError when the device does not have that much.
         """
         super().__init__(budget_bytes)
         self.name = name
@@ -100,7 +100,7 @@ class HbmTier(Arena):
     def write(self, slot: Slot, off: int, data: Bytes) -> None:
         under_way: deque[Event] = deque()
         try:
-            memory = self._there()  # to the end: a close meanwhile must not give it to others
+            memory = self._there()  # kept to the end: a close meanwhile must not give it to others
             direct = memory.reaches(data)
             for i, (at, host) in enumerate(_stages(slot, off, data)):
                 if len(under_way) == _N_STAGES:
@@ -117,10 +117,10 @@ class HbmTier(Arena):
             _settle(under_way)
 
     def read_pieces(self, pieces: Pieces) -> None:
-        """A stage at a time: its pieces are gathered on the device and come in one copy, or in one
-        for each of a few places that the device reaches."""
+        """Read a stage at a time: its pieces are gathered on the device and come in one copy, or in
+        one copy for each of a few places that the device reaches."""
         under_way: deque[_Stage] = deque()
-        queued: list[Event] = []  # all of them: of a stage's copies one may be refused
+        queued: list[Event] = []  # all of them: one of a stage's copies may be refused
         try:
             reached = pieces.to.ndim == 1 and self._there().reaches(pieces.dest)
             for i, some in enumerate(pieces.cut(STAGE_BYTES)):
@@ -151,7 +151,7 @@ class HbmTier(Arena):
         return self._memory
 
     def _into_place(self, pieces: Pieces, runs: list[tuple[int, int]], queued: list[Event]) -> None:
-        """Queue a copy for each run of neighbouring places; what the last one waits for, all do."""
+        """Queue a copy for each run of neighbouring places; the last one done, all are."""
         size = pieces.piece_bytes
         for first, end in runs:
             to = int(pieces.to[first]) * size
@@ -159,7 +159,7 @@ class HbmTier(Arena):
             queued.append(self._there().gather(pieces.starts[first:end], size, place))
 
     def _put(self, stage: _Stage) -> None:
-        """Pieces that have come are verified, and those that are not in their places go there."""
+        """Verify pieces that have come, and put those that are not in their places there."""
         stage.event.synchronize()
         pinned, pieces = stage.pinned, stage.pieces
         if pinned is None:
@@ -185,13 +185,13 @@ class HbmTier(Arena):
 
 
 def _neighbours(at: npt.NDArray[np.int64], size: int) -> list[tuple[int, int]]:
-    """[first, end) of the runs in which each begins `size` behind the one before it. Pure."""
+    """[first, end) of the runs in which each begins `size` after the one before it. Pure."""
     ends = [*(np.flatnonzero(np.diff(at) != size) + 1).tolist(), len(at)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _settle(events: Iterable[Event]) -> None:
-    """Wait for copies nobody takes any more: their stages are this thread's next ones."""
+    """Wait for copies that nobody takes any more: this thread uses their stages next."""
     for event in events:
         with suppress(RuntimeError):
             event.synchronize()
@@ -219,7 +219,7 @@ def why_not() -> str:
         return "torch is not installed"
     import torch
 
-    with warnings.catch_warnings(record=True) as said:  # of a driver too old for it, say
+    with warnings.catch_warnings(record=True) as said:  # about a driver too old for torch, say
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if usable:
@@ -232,13 +232,13 @@ class CudaMemory:
     """One allocation on the current CUDA device, with a stream for each direction."""
 
     def __init__(self, n_bytes: int) -> None:
-        """Raises MediumError when the device has not that much."""
+        """Raises MediumError when the device does not have that much."""
         import torch
 
         self._torch: Any = torch
         try:
             device = torch.device("cuda", torch.cuda.current_device())
-            # Under inference mode it would be writable only there, and threads of ours never are.
+            # Made in inference mode it could be written only there, where our threads never are.
             with torch.inference_mode(False):
                 self._arena = torch.empty(n_bytes, dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)  # whoever had this memory before may still be using it
@@ -272,7 +272,7 @@ class CudaMemory:
     def gather(self, at: npt.NDArray[np.int64], size: int, dest: Bytes) -> Event:
         runs = _neighbours(at, size)
         if len(runs) > 1:
-            with suppress(self._torch.OutOfMemoryError):  # an engine may have left nothing
+            with suppress(self._torch.OutOfMemoryError):  # an engine may have left no memory
                 return self._gathered(at, size, dest)
         queued: list[Event] = []
         try:
@@ -287,9 +287,9 @@ class CudaMemory:
         return queued[-1]
 
     def _gathered(self, at: npt.NDArray[np.int64], size: int, dest: Bytes) -> Event:
-        """As `gather`, in one copy of what is first laid together on the device."""
+        """As `gather`, in one copy of pieces that are first put together on the device."""
         unit, which = units_of(at, size)
-        # In words: of single bytes a device copies a fraction of what its memory gives.
+        # In words: byte by byte, a device copies at a fraction of its memory's speed.
         words = self._arena[: len(self._arena) // unit * unit].view(self._torch.int64)
         with self._torch.cuda.stream(self._down):
             chosen = self._torch.from_numpy(which).to(self._arena.device)
@@ -312,12 +312,12 @@ _THERE_ALREADY: Final = 712
 
 def page_lock(memory: Bytes, device: int = -1) -> None:
     """Let devices copy from and to this memory by themselves, as long as it is there: no copy then
-    goes through memory of the driver's (measured on an H200: 53 instead of 6.7 GB/s to the device,
-    2 ms for 43 MB to be locked).
+    goes through the driver's own memory (measured on an H200: 53 instead of 6.7 GB/s to the device,
+    2 ms to lock 43 MB).
 
-    Through the CUDA runtime that torch has loaded for everybody. Where there is none, or the system
-    locks no more, memory stays as it was, and copies as slow. `device`: whose context is made if
-    there is none yet; below 0: the calling thread's.
+    Done through the CUDA runtime that torch has loaded for everybody. Where there is none, or the
+    system locks no more, memory stays as it was, and copies stay as slow. `device`: the one whose
+    context is made if there is none yet; below 0: the calling thread's.
     """
     process = ctypes.CDLL(None)
     if not hasattr(process, "cudaHostRegister"):
@@ -326,18 +326,18 @@ def page_lock(memory: Bytes, device: int = -1) -> None:
 
     at = memory.ctypes.data
     where = (ctypes.c_void_p(at), ctypes.c_size_t(len(memory)), ctypes.c_uint(_PORTABLE))
-    # Before it is locked: what a signal cut off there would stay locked, and be taken for what
-    # comes to lie at this address next.
+    # Before it is locked: otherwise memory locked as a signal cuts this off would stay locked, and
+    # be taken for whatever comes to lie at this address next.
     gone = weakref.finalize(memory, _unlock, at, os.getpid())
     with torch.cuda.device(device):
         error = process.cudaHostRegister(*where)
         if error == _THERE_ALREADY:
-            process.cudaGetLastError()  # no call that succeeds takes it back
+            process.cudaGetLastError()  # a call that succeeds does not clear the error
             _unlock(at, os.getpid())
             error = process.cudaHostRegister(*where)
         if error:
             gone.detach()
-            process.cudaGetLastError()  # or torch takes it for an error of what it asks for next
+            process.cudaGetLastError()  # or torch takes it for an error of its own next call
 
 
 def _unlock(at: int, of_process: int) -> None:

@@ -14,21 +14,21 @@ from typing import Final
 from tiers.threads import Worker
 from tiers.ticket import Task, Ticket
 
-#: Threads that copy within memory: more hold each other up at the interpreter, and whoever launches
-#: kernels on a device meanwhile. (84 MB, two processors: 6.8 ms by two threads, 8.3 by eight. On 16
-#: beside an H200, requests that choose rows: 34 ms by two, 40 by four, 51 by eight; pieces of 128
-#: KiB are verified at 27 GB/s by two, at 22 by four, at 13 by eight.)
+#: Threads that copy within memory: more would hold up each other at the interpreter, and also any
+#: thread that launches kernels on a device. (84 MB, two processors: 6.8 ms with two, 8.3 with
+#: eight. On 16 beside an H200, requests that choose rows: 34 ms with two, 40 with four, 51 with
+#: eight; pieces of 128 KiB are verified at 27 GB/s by two, at 22 by four, at 13 by eight.)
 COPIERS: Final = min(2, len(os.sched_getaffinity(0)))
-#: A write that waits beside reads that never end goes before one of them this often: they would
-#: hold up the stores behind it, and for two minutes pass for a disk that writes nothing.
+#: A write that waits beside endless reads goes ahead of one of them this often: else they would
+#: hold up the stores behind it, and for two minutes look like a disk that writes nothing.
 STORE_WAITS_S: Final = 0.1
-#: Longest that threads which were started in vain are waited for.
+#: Longest wait for threads that were started in vain.
 _VAIN_S: Final = 10.0
 
 
 class Lane(IntEnum):
-    """Urgency, among copies and among all else. From PROMOTE on it is what nobody waits for: none
-    of that is begun beside copies that wait for a processor.
+    """Urgency, among copies and among all else. Nobody waits for the lanes from PROMOTE on: none of
+    their work is begun while copies wait for a processor.
     """
 
     DEMAND = 0
@@ -51,25 +51,25 @@ class IoPool:
     """Threads that run tickets. A task is a slice of work for one thread (≤ a few MiB), so a
     demand never waits long behind a store.
 
-    What copies within memory has threads of its own: copies are made while reads are under way.
+    Copies within memory have threads of their own: they are made while reads are under way.
 
-    `n_threads`: of those that wait for a medium, and of those that copy at most. One thread at a
-    time may work for nobody who waits (lanes PROMOTE and REPACK): more would share processors and
+    `n_threads`: as many wait for a medium, and at most as many copy. One thread at a time may do
+    work that nobody waits for (lanes PROMOTE and REPACK): more would share processors and
     interpreter with the next demand, which comes at any time.
     """
 
     def __init__(self, n_threads: int, name: str = "impress-io") -> None:
-        """Raises MediumError where it cannot have so many."""
+        """Raises MediumError where it cannot have so many threads."""
         self.n_threads = n_threads
         self.n_copiers = min(COPIERS, n_threads)
-        # By lane: all else, and what copies within memory. Each has threads that wake for it.
+        # By lane: first all else, then copies within memory. Each has threads that wake for it.
         self._queues = [[deque[Job]() for _ in Lane] for _ in range(2)]
-        # Entered bare: Condition.__enter__ is Python, and what a signal raises in it, the lock
-        # just taken, would leave it taken for good.
+        # Entered bare: Condition.__enter__ is Python code, and an exception that a signal raises in
+        # it, with the lock just taken, would leave the lock taken for good.
         self._lock = threading.Lock()
         self._quiet, *self._wake = (threading.Condition(self._lock) for _ in range(3))
         self._open = True
-        self._stored_s = 0.0  # when a write was begun last, or the first that waits came
+        self._stored_s = 0.0  # when a write last began, or the first of those that wait came
         self._at = [0, 0]  # threads at work that somebody waits for, and at other work
         self._storing = 0  # of these, at writes
         n_all = n_threads + self.n_copiers  # the copiers last
@@ -90,11 +90,11 @@ class IoPool:
     ) -> Ticket:  # fmt: skip
         """Queue tasks, first in first out within their lane. After close they are cancelled.
 
-        `copies`: they copy within memory. `after`: not before that ticket is done,
+        `copies`: they copy within memory. `after`: they begin only once that ticket is done,
         however it ends; until then they hold no thread.
-        `note`: called with their ticket before they are queued. A caller that noted what this
-        returns could be interrupted by a signal before it has, and then nobody would wait for
-        reads that are under way. Whatever is raised from there on, the ticket ends.
+        `note`: called with their ticket before they are queued. A caller that noted the returned
+        ticket instead could be interrupted by a signal before it had, and then nobody would wait
+        for reads that are under way. Whatever is raised after `note` is called, the ticket ends.
         """
         ticket = Ticket(len(tasks))
         jobs = iter([(ticket, task) for task in tasks])
@@ -105,7 +105,7 @@ class IoPool:
                 queue()
             else:
                 after.then(queue)
-        except BaseException:  # of `note`, before anything is queued; else see _queue
+        except BaseException:  # raised by `note`, before anything is queued; else see _queue
             _cancel(jobs)
             raise
         return ticket
@@ -129,10 +129,10 @@ class IoPool:
             _cancel(jobs)
 
     def run_here(self, lane: Lane, tickets: Iterable[Ticket]) -> None:
-        """Run on the caller's thread what no thread has begun of these: it waits for no turn.
+        """Run on the caller's thread those of these tickets' tasks that no thread has begun.
 
-        Where a signal raises in between, the task it came in has failed, and the rest of them stay
-        queued, now at the front.
+        They wait for no turn. Where a signal raises in between, the task it came in has failed, and
+        the rest stay queued, now at the front.
         """
         wanted, due = set(tickets), list[Ticket]()
         try:
@@ -145,7 +145,7 @@ class IoPool:
             raise
 
     def _draw(self, lane: Lane, wanted: set[Ticket], due: list[Ticket]) -> Task | None:
-        """A task of these tickets, off its queue, its ticket noted as due; None: all have begun."""
+        """Take a task of these off its queue and note its ticket as due; None: all have begun."""
         with self._lock:
             for kind in self._queues:
                 queued = kind[lane]
@@ -159,7 +159,7 @@ class IoPool:
             else:
                 return None
             ticket, task = queued[0]
-            if len(queued) == 1:  # who waits for them to be gone
+            if len(queued) == 1:  # some wait for the queue to be empty
                 self._wake_behind()
                 self._quiet.notify_all()
             due += [ticket]
@@ -178,11 +178,11 @@ class IoPool:
             )
 
     def n_stuck(self, limit_s: float) -> int:
-        """Threads that have been at one task for longer than limit_s: the medium holds them."""
+        """How many threads have been at one task for longer than limit_s: the medium holds them."""
         return sum(self._stuck(limit_s))
 
     def is_stuck(self, limit_s: float) -> bool:
-        """Whether all threads of a kind are: no read of a medium, or no copy, could end."""
+        """Whether all threads of a kind are stuck: no read of a medium, or no copy, could end."""
         stuck = self._stuck(limit_s)
         return all(stuck[: self.n_threads]) or all(stuck[self.n_threads :])
 
@@ -204,17 +204,17 @@ class IoPool:
         return any(map(any, self._queues))
 
     def _copies_wait(self) -> bool:
-        """Whether copies wait that somebody waits for: the processors are wanted for these."""
+        """Whether copies are queued that somebody waits for: these need the processors."""
         return any(self._queues[True][: Lane.PROMOTE])
 
     def _wake_behind(self) -> None:
-        """What nobody waits for may be begun now, maybe: threads of its kind look."""
+        """Work that nobody waits for may perhaps begin now: a thread of its kind is to look."""
         for queues, wake in zip(self._queues, self._wake, strict=True):
             if any(queues[Lane.PROMOTE :]):
                 wake.notify()
 
     def _next(self, copies: bool) -> tuple[float, Lane, Ticket, Task] | None:
-        """What a thread of this kind is to do, and from when on it does; None: nothing any more."""
+        """The next job for a thread of this kind, and when it begins; None: no more will come."""
         with self._lock:
             while True:
                 queues = self._queues[copies]
@@ -228,12 +228,12 @@ class IoPool:
                             self._wake_behind()  # once these are gone
                         if lane is Lane.STORE:
                             self._stored_s = job[0]
-                        queued.popleft()  # at last: behind it nothing asks for memory
+                        queued.popleft()  # last: nothing after it asks for memory
                         self._at[behind] += 1
                         self._storing += lane is Lane.STORE
                         return job
                 if not self._open and not any(queues):
-                    self._wake[copies].notify_all()  # who waited for a turn at what was left
+                    self._wake[copies].notify_all()  # those who waited for a turn at what was left
                     return None
                 self._wake[copies].wait()
 
@@ -246,8 +246,8 @@ class IoPool:
                 continue
 
     def _order(self, queues: Sequence[Sequence[Job]]) -> Iterable[Lane]:
-        """Lanes, the most urgent first; but a write goes before all where they have waited for long
-        and none is under way: on a slow disk they would take every thread, one behind the other."""
+        """Lanes, the most urgent first; but a write goes before all where writes have waited long
+        and none is under way: on a slow disk they would take every thread, one after the other."""
         waits = queues[Lane.STORE] and not self._storing
         if waits and monotonic() - self._stored_s > STORE_WAITS_S:
             return Lane.STORE, *Lane

@@ -1,9 +1,9 @@
 """A line of jobs and the one thread that does them.
 
-A signal may cut off what is called here anywhere, and leaves a line that works. `queue.Queue` goes
-by conditions, which are in Python, and whose lock a signal just behind its taking leaves taken for
-ever; a thread whose `join` or `is_alive` was cut off counts as ended to CPython before 3.13; one
-whose `start` was cut off may run, or hang before it does.
+A signal may cut off any call of this module at any point, and leaves a line that works.
+`queue.Queue` uses conditions, which are in Python: a signal just after one has taken its lock
+leaves the lock taken for ever. CPython before 3.13 counts a thread whose `join` or `is_alive` was
+cut off as ended; one whose `start` was cut off may run, or hang before it does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("impress")
 
 T = TypeVar("T")
 
-_LOOK_S: Final = 1.0  # whether the thread that is waited for is alive
+_LOOK_S: Final = 1.0  # how often to look whether the thread that is waited for is alive
 
 
 class _Mark:
@@ -40,7 +40,7 @@ class _Mark:
         self._wake.release()
 
     def reached(self, timeout_s: float) -> bool:
-        """Whether it is, by then at the latest."""
+        """Whether it is reached, waiting for timeout_s at most."""
         return self._is_reached or self._wake.acquire(timeout=timeout_s)
 
 
@@ -51,18 +51,18 @@ class Line(Generic[T]):
         self, name: str, work: Callable[[T], None], limit: int,
         at_exit: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Room for `limit` jobs, beside the one that is being done.
+        """`limit`: how many jobs there is room for, besides the one that is being done.
 
-        `at_exit`: called as the program ends, where there is a thread that nobody closed.
+        `at_exit`: called as the program ends, if there is a thread that nobody closed.
         """
         self.limit = limit
         self._at_exit = at_exit
         self._name = name
         self._work = work
-        # That came first to `_run`: of those that were begun one may hang, and another come late.
+        # The thread that came first to `_run`: of those begun, one may hang and another come late.
         self._worker: dict[str, threading.Thread] = {}
         self._jobs: deque[T | _Mark | None] = deque()  # None: no more will come
-        self._wake: SimpleQueue[None] = SimpleQueue()  # at least as many as jobs that wait
+        self._wake: SimpleQueue[None] = SimpleQueue()  # at least as many items as jobs that wait
         self._at: T | None = None
         self._begun, self._end = _Mark(), _Mark()
         self._is_begun = False
@@ -83,10 +83,10 @@ class Line(Generic[T]):
         return [job for job in jobs if job is not None and not isinstance(job, _Mark)]
 
     def begin(self) -> None:
-        """See to it that there is a thread. Raises MediumError."""
+        """Make sure that there is a thread. Raises MediumError."""
         if not self._worker:
             self._is_begun = True
-            atexit.register(self._at_exit)  # before: cut off behind it, nobody would
+            atexit.register(self._at_exit)  # before the start: cut off after it, nobody would
             try:
                 start(threading.Thread(target=self._run, name=self._name, daemon=True))
             except MediumError:
@@ -95,7 +95,7 @@ class Line(Generic[T]):
             self._begun.reached(_LOOK_S)
 
     def offer(self, job: T) -> bool:
-        """Take a job, behind `begin`; False where there is no room. Never waits."""
+        """Take a job, after `begin`; False where there is no room. Never waits."""
         if len(self._waiting()) >= self.limit:
             return False
         self._put(job)
@@ -110,7 +110,7 @@ class Line(Generic[T]):
             self.begin()
 
     def close(self) -> None:
-        """Do what is offered and end the thread. Idempotent, also cut off; no job comes behind."""
+        """Do all offered jobs and end the thread. Idempotent, even if cut off; no job follows."""
         atexit.unregister(self._at_exit)
         has_any = self._has_any()
         self._put(None)  # also for a thread that comes late
@@ -132,7 +132,7 @@ class Line(Generic[T]):
         try:
             self._jobs.append(job)
         finally:
-            self._wake.put(None)  # whatever cut that off: one too many does no harm
+            self._wake.put(None)  # even if the append was cut off: one too many does no harm
 
     def _run(self) -> None:
         this = threading.current_thread()
@@ -146,7 +146,7 @@ class Line(Generic[T]):
             self._end.reach()
 
     def _do_all(self) -> bool:
-        """What there is now; False where it is the last."""
+        """Do the jobs there are now; False if no more will come."""
         while self._jobs:
             job = self._jobs.popleft()
             if job is None:
@@ -155,7 +155,7 @@ class Line(Generic[T]):
                 job.reach()
             else:
                 self._do(job)
-            del job  # else what it holds is held until the next one comes
+            del job  # else what it refers to is held until the next one comes
         return True
 
     def _do(self, job: T) -> None:

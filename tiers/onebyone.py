@@ -1,4 +1,4 @@
-"""Reads of segments one by one, with preadv: what no queue takes, and what a queue did not do."""
+"""Reads of segments one by one, with preadv: those no queue takes, and those a queue did not do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiers.errors import ReadFailed, read_failed
 from tiers.segments import SegmentFiles
 from tiers.slots import aligned
 
-#: A read through a buffer of this thread's, where memory is not page-aligned.
+#: Bytes of a thread's buffer that reads go through, where memory is not page-aligned.
 BOUNCE_BYTES: Final = 1 << 20
 
 
@@ -49,7 +49,7 @@ class OneByOne:
     def _preadv(self, run: Run, views: list[Bytes]) -> int:
         """Bytes read; -1 where memory is not aligned as O_DIRECT wants it.
 
-        Asked of the kernel, not of the views: their addresses cost a tenth of a read to find out.
+        The kernel tells, not the views: finding out their addresses costs a tenth of a read.
         """
         try:
             return os.preadv(self._files.fd(run.segment), views, run.off)

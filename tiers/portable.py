@@ -1,4 +1,4 @@
-"""aiofiles: plain buffered files, wherever Python runs. Slow: for where nothing else goes."""
+"""aiofiles: plain buffered files, wherever Python runs. Slow: for where nothing else works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiers.queues import Completions, FileOf, OwnFiles, ReadQueue, SegmentFile
 
 
 class AiofilesQueue(ReadQueue):
-    """An event loop of this thread's own; one read after the other, as the pool has more threads.
+    """An event loop of this thread's own; one read after the other: the pool has more threads.
 
     Opens the files for itself: a file offset is shared by all who hold the descriptor.
     """
@@ -45,12 +45,12 @@ class AiofilesQueue(ReadQueue):
                     if not n:
                         return False
                     rest = rest[n:]
-        except (OSError, RuntimeError):  # the second: there are no more threads
+        except (OSError, RuntimeError):  # RuntimeError: there are no more threads
             return False
         return True
 
     def close(self) -> None:
-        """Without the loop: at the interpreter's end no executor takes work any more."""
+        """Close without the loop: at the interpreter's end no executor takes work any more."""
         try:
             self._files.close()
         finally:

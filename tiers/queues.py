@@ -1,6 +1,6 @@
 """What every queue of reads does: many runs under way at once, given back in order.
 
-A queue serves one thread. It only speeds things up: whatever does not go through it is told so,
+A queue serves one thread. It only speeds things up: whatever does not go through it is reported,
 and read again with preadv.
 """
 
@@ -23,13 +23,13 @@ from tiers.coalesce import Run
 
 log = logging.getLogger("impress.ssd")
 
-#: Requests of one thread under way at a time.
+#: Requests that one thread has under way at a time.
 DEPTH: Final = 256
-#: Runs of a batch: two can be under way.
+#: Runs of a batch: two batches can be under way.
 BATCH: Final = DEPTH // 2
-#: Bytes of one thread under way at a time, where they are several batches'.
+#: Bytes that one thread has under way at a time, where they belong to several batches.
 MOST_UNDER_WAY: Final = 3 << 20
-#: struct iovec of one batch.
+#: Most struct iovec entries of one batch.
 MOST_VIEWS: Final = 4096
 
 
@@ -50,10 +50,10 @@ F = TypeVar("F", bound=_File)
 
 
 class OwnFiles(Generic[F]):
-    """What an engine opens for itself, by path. For one thread.
+    """Files an engine opens for itself, by path. For one thread.
 
-    A segment that was given back may be made again under its name, so what is kept is compared with
-    what the tier has open. Two that are open have two inodes: it is enough to compare these.
+    A segment that was given back may be made again under its name, so a file kept here is compared
+    with the one the tier has open. Two open files have two inodes: comparing those is enough.
     """
 
     def __init__(self, opened: Callable[[Path], F]) -> None:
@@ -62,8 +62,8 @@ class OwnFiles(Generic[F]):
         self._files: dict[Path, F] = {}
 
     def of(self, file: SegmentFile) -> F:
-        """This segment's, opened if need be: then those of deleted segments, whose space they hold,
-        are closed. Raises what `opened` does."""
+        """This segment's file, opened if need be: then those of deleted segments, whose space they
+        hold, are closed. Raises what `opened` does."""
         mine = self._files.get(file.path)
         if mine is None or os.fstat(mine.fileno()).st_ino != os.fstat(file.fd).st_ino:
             self._close_gone()
@@ -96,8 +96,8 @@ class ReadQueue(ABC):
     def read(self, batches: Iterable[list[Run]], file_of: FileOf) -> Completions:
         """Read these runs, at most BATCH in each batch; yield each in order, when it is complete.
 
-        With False: it was refused, failed or fell short, nothing of it counts. Go on to the end, or
-        close the generator: it returns when nothing writes to any view any more.
+        With False: it was refused, failed or fell short, and nothing of it counts. Go on to the
+        end, or close the generator, which returns once nothing writes to any view any more.
         """
 
     @abstractmethod
@@ -106,7 +106,7 @@ class ReadQueue(ABC):
 
 
 class KernelQueue(ReadQueue):
-    """A queue the kernel works off: requests are written to memory it reads, then submitted."""
+    """A queue that the kernel serves: requests are written to memory it reads, then submitted."""
 
     def __init__(self) -> None:
         self._vectors = np.zeros((MOST_VIEWS, 2), dtype=np.int64)  # struct iovec
@@ -119,17 +119,17 @@ class KernelQueue(ReadQueue):
 
     @abstractmethod
     def _submit(self, n: int) -> int:
-        """Send the first n requests written; how many the kernel took. Counts them at once as
-        `_under_way`: behind that there may be no memory, and all of these are to be waited for."""
+        """Send the first n requests written; return how many the kernel took. Count these at once
+        as `_under_way`: after that memory may run out, and all of them are to be waited for."""
 
     @abstractmethod
     def _wait(self, least: int, most: int) -> list[tuple[int, int]]:
-        """(index, bytes or -errno) of requests that have ended: from `least` to `most` of them. Not
-        counted as `_under_way` from when the kernel has told, whatever is raised behind that."""
+        """(index, bytes or -errno) of requests that have ended: from `least` to `most`. These
+        leave `_under_way` as soon as the kernel has told, whatever is raised after that."""
 
     def read(self, batches: Iterable[list[Run]], file_of: FileOf) -> Completions:
-        """A batch is written down before anything is waited for, and sent before what has come is
-        given back: the medium reads on while that is verified."""
+        """Write a batch down before waiting for anything, and send it before giving back what has
+        come: the medium reads on while that is verified."""
         todo = iter(batches)
         sent: deque[Run] = deque()  # and not given back yet
         ended: dict[int, int] = {}  # index -> bytes or -errno
@@ -157,14 +157,14 @@ class KernelQueue(ReadQueue):
             while self._under_way:
                 try:
                     self._wait(self._under_way, self._under_way)
-                except MemoryError:  # for the list of what has ended, which nobody wants
+                except MemoryError:  # for the list of ended requests, which nobody wants
                     continue
 
     def _next(
         self, todo: Iterator[list[Run]], file_of: FileOf, first: int
     ) -> tuple[list[Run], int, int]:
-        """Write the next batch's requests, numbered from `first`: (its runs, how many of these were
-        written: those that have room; bytes of all)."""
+        """Write the next batch's requests, numbered from `first`: (its runs; how many of them were
+        written, as many as have room; bytes of all)."""
         runs = next(todo, [])
         if not runs:
             return [], 0, 0
@@ -187,9 +187,9 @@ def _address(view: Bytes) -> int:
 
 
 def close_all(queues: Iterable[ReadQueue]) -> None:
-    """Each once nothing of it is under way.
+    """Close each queue. None may have anything under way.
 
-    For each the kernel waits until no core can still see it, some 20 ms: all at once. (Not by an
+    For each the kernel waits until no core can still see it, some 20 ms: so all at once. (Not by an
     executor: at the interpreter's end there are none any more.)
     """
     at_once = []
@@ -206,7 +206,7 @@ def close_all(queues: Iterable[ReadQueue]) -> None:
 
 
 def _close(queue: ReadQueue) -> None:
-    """Whatever it raises: the others, the files and a lock are still to be let go of."""
+    """Close a queue, whatever it raises: other queues, the files and a lock still have to go."""
     try:
         queue.close()
     except Exception as err:

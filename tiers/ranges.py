@@ -1,4 +1,4 @@
-"""Reserved ranges of addresses, with memory behind the pages in use only.
+"""Reserved ranges of addresses, with memory behind only the pages in use.
 
     reserve: |. . . . . . . . . . . . . .|   addresses: touching them is a fault
     back:    |# # # . . . . # # # # . . .|   # memory, and only that is held
@@ -6,8 +6,8 @@
 A range stays where it is while memory comes and goes behind it, so whoever holds its address never
 moves. On the host a range is PROT_NONE; `back` makes pages of it readable and writable, `unback`
 gives them up. It is anonymous memory, not pages of a memfd mapped in: measured for 2 MiB on Linux
-6.18, memory fresh from the kernel is there in .52 ms (.27 as one huge page), while to map in pages
-that exist takes .61, all of it page table entries, and they are never huge.
+6.18, fresh memory from the kernel takes .52 ms (.27 as one huge page), while mapping in pages that
+exist takes .61, all of it for page table entries, and those pages are never huge.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import numpy as np
 from tiers.base import PAGE, Bytes
 from tiers.errors import MediumError
 
-#: A page the kernel backs by one entry, where it is asked to.
+#: Bytes of a page that the kernel backs by one entry, where it is asked to.
 HUGE: Final = 2 << 20
-#: More than any process has: bytes of addresses with five levels of page tables; most have 2^47.
+#: More bytes of addresses than a process has, even with five levels of page tables; most have 2^47.
 _ADDRESSES: Final = 1 << 56
 # Linux's numbers that not every version of the mmap module names; the last is from 5.14 on.
 _PROT_NONE: Final = 0
@@ -71,9 +71,9 @@ class Ranges(Protocol):
         """n_bytes > 0 of addresses, nothing behind them. Raises RangeRefused."""
 
     def back(self, at: Range, off: int, n_bytes: int) -> None:
-        """Put memory behind [off, off + n_bytes), of any content; none was there.
+        """Put memory, of any content, behind [off, off + n_bytes), where there was none.
 
-        Raises MediumError; then there is none behind it. A host's is filled when it is touched.
+        Raises MediumError; then there is none behind it. Host memory is filled when it is touched.
         """
 
     def fill(self, at: Range, off: int, n_bytes: int) -> None:
@@ -87,7 +87,7 @@ class Ranges(Protocol):
         """Memory behind no address, taken away and kept for the next `back`."""
 
     def trim(self, n_bytes: int) -> None:
-        """Give back what is kept, but for n_bytes."""
+        """Give back what is kept, except for n_bytes."""
 
 
 class HostRanges:
@@ -133,11 +133,11 @@ class HostRanges:
         self._libc.madvise(at.address + off, n_bytes, mmap.MADV_DONTNEED)
 
     def trim(self, n_bytes: int) -> None:
-        """The system has had it back as it was taken away."""
+        """Nothing to do: the system got it back when it was taken away."""
 
 
 def refused_by(n_bytes: int, code: int) -> str:
-    """What limit refuses addresses or memory here, in words. Reads the machine's settings."""
+    """Which limit refuses addresses or memory here, in words. Reads the machine's settings."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     data, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if code == errno.ENOMEM and n_bytes >= 1 << 47:

@@ -4,11 +4,11 @@
     end:     cuMemAddressFree        unback: cuMemUnmap; the page is kept for the next `back`
     trim:    cuMemRelease
 
-Whatever thread calls, and a range may end on any, calls are made in the device's primary context,
-torch's own: a thread that has run nothing on a device has none.
+Whichever thread calls, and a range may end on any, the driver is called in the device's primary
+context, torch's own: a thread that has run nothing on a device has no context.
 
-Checked against a driver that is played on the host, and on a device (tests). cuda.core has no call
-that only reserves, so it is the driver's.
+Checked against a driver emulated on the host, and on a device (tests). cuda.core has no call that
+only reserves, so the driver's calls are used.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any, Final
 from tiers.errors import MediumError
 from tiers.ranges import Range, RangeRefused
 
-#: Bytes that `unback` keeps at most for the next `back`, until `trim`: to make memory takes longer
-#: than to map it.
+#: Most bytes that `unback` keeps for the next `back`, until `trim`: making memory takes longer than
+#: mapping it.
 MOST_KEPT: Final = 1 << 30
 
 
@@ -35,9 +35,9 @@ class CudaRanges:
     """Memory of one CUDA device."""
 
     def __init__(self, ordinal: int, page_bytes: int | None = None, driver: Any = None) -> None:
-        """page_bytes None: the least the device maps, 2 MiB as a rule; else rounded up to it.
+        """`page_bytes`: rounded up to the least the device maps, 2 MiB as a rule; None: that.
 
-        `driver`: `cuda.bindings.driver`, or what plays it. Raises MediumError where there is none.
+        `driver`: `cuda.bindings.driver`, or an emulation. Raises MediumError where there is none.
         """
         self.device = f"cuda:{ordinal}"
         self._driver = cuda = driver if driver is not None else _driver()
@@ -55,7 +55,7 @@ class CudaRanges:
         unit = _call(cuda.cuMemGetAllocationGranularity(prop, least), "the granularity")
         self.page_bytes: int = -(-max(page_bytes or 1, 1) // unit) * unit
         self._prop, self._access = prop, access
-        self._kept: list[Any] = []  # handles of a page each, behind no address
+        self._kept: list[Any] = []  # handles of one page each, mapped at no address
         end = weakref.finalize(self, _release, cuda, device, self._context, self._kept)
         end.atexit = False
         self._state: dict[int, _Backed] = {}  # by address of a range
@@ -111,7 +111,7 @@ class CudaRanges:
                     _move(self._kept, -1, self._driver.cuMemRelease)
 
     def _make(self) -> None:
-        """A new page, among those kept. Raises MediumError."""
+        """Make a page, and put it among those kept. Raises MediumError."""
         # From the driver into the list by C code alone, as in `_move`; then the answer is read.
         answers, same = tee(map(self._driver.cuMemCreate, [self.page_bytes], [self._prop], [0]))
         self._kept.extend(map(itemgetter(1), filterfalse(itemgetter(0), same)))
@@ -121,15 +121,15 @@ class CudaRanges:
         return _in_context(self._driver, self._context)
 
     def _end(self, backed: _Backed) -> None:
-        """Nobody holds the range, but kernels may still be queued that read it: cuMemUnmap takes
-        the pages at once, and they would fault, which ends the context."""
+        """Nobody holds the range, but kernels that read it may still be queued: cuMemUnmap takes
+        the pages at once, and those kernels would fault, which ends the context."""
         self._state.pop(backed.address)
         with self._entered():
             self._driver.cuCtxSynchronize()
             backed.end()
 
 
-#: CUDA_ERROR_INVALID_VALUE: of cuMemUnmap, where nothing is mapped.
+#: CUDA_ERROR_INVALID_VALUE: from cuMemUnmap, where nothing is mapped.
 _NOT_MAPPED: Final = 1
 
 
@@ -144,7 +144,7 @@ class _Backed:
     pages: dict[int, Any] = field(default_factory=dict)
 
     def map(self, off: int) -> None:
-        """The page that is noted there. (First: Ctrl-C comes as the call returns, when it is.)"""
+        """Map the page noted there. (Noted first: Ctrl-C comes as the call returns, when it is.)"""
         where = self.address + off, self.page_bytes
         _call(self.driver.cuMemMap(*where, 0, self.pages[off], 0), "cuMemMap")
 
@@ -154,7 +154,7 @@ class _Backed:
             _call(done, "cuMemUnmap")
 
     def end(self) -> None:
-        """Nobody holds the range: everything goes."""
+        """Let everything go: nobody holds the range."""
         for off in list(self.pages):
             self.unmap(off)
             _move(self.pages, off, self.driver.cuMemRelease)
@@ -169,9 +169,9 @@ def _release(driver: Any, device: Any, context: Any, pages: list[Any]) -> None:
 
 
 def _move(pages: Any, at: int, to: Callable[[Any], object]) -> None:
-    """Take a page out of these and hand it on, all by C code: Ctrl-C comes before that or behind.
+    """Take a page out of these and hand it on, all by C code: Ctrl-C comes before that or after it.
 
-    Else it would be in neither of two places, and lost, or in both: mapped twice, or released
+    Otherwise the page could be in neither place, and lost, or in both: mapped twice, or released
     while it is still listed, when its handle may already be another's.
     """
     next(map(to, map(pages.pop, (at,))))
@@ -206,7 +206,7 @@ def _driver() -> Any:
 
 
 def _call(answer: Any, what: str) -> Any:
-    """The value of a driver's (error, value …). Raises MediumError naming the call."""
+    """The value of a driver's answer (error, value …). Raises MediumError naming the call."""
     if int(answer[0]):
         raise MediumError(f"{what}: the driver says {_name(answer[0])}")
     return answer[1] if len(answer) > 1 else None

@@ -19,12 +19,12 @@ from tiers.queues import SegmentFile
 
 log = logging.getLogger("impress.ssd")
 
-#: Segments of folder n are numbered from n times this on: of folders read together all differ.
+#: Segments of folder n are numbered from n times this on: no two folders read together share any.
 SEGMENTS: Final = 1 << 20
 
 
 class SegmentFiles:
-    """`NNNNNNNN.seg` each. Opened when first used, and open until deleted. Thread-safe."""
+    """Files `NNNNNNNN.seg`, opened when first used and open until deleted. Thread-safe."""
 
     def __init__(self, folder: Path, number: int, *, read_only: bool) -> None:
         """`number`: this folder's."""
@@ -38,8 +38,8 @@ class SegmentFiles:
         self._lock = threading.Lock()
 
     def found(self) -> Iterator[tuple[int, int]]:
-        """Number and bytes of each there is. Where this folder is written, of its own numbers
-        alone: the others name another folder's files. Raises OSError."""
+        """Number and bytes of each segment there is. Where this folder is written, only those with
+        its own numbers: other numbers name another folder's files. Raises OSError."""
         paths = segment_paths(self.folder)
         mine = [path for path in paths if self._read_only or int(path.stem) in self.numbers]
         if n_others := len(paths) - len(mine):
@@ -51,7 +51,7 @@ class SegmentFiles:
             yield int(path.stem), size_of(path, kept=not self._read_only)
 
     def join(self, number: int, folder: Path) -> None:
-        """Segments of that number's folder are read there from now on."""
+        """From now on, segments of the folder with that number are read in `folder`."""
         self._folders[number] = folder
 
     def path(self, segment: int) -> Path:
@@ -79,7 +79,7 @@ class SegmentFiles:
             if segment not in self._files:
                 path = self.path(segment)
                 self._files[segment] = SegmentFile(self._open(path), path)
-                let_open(self._files[segment].fd + 1)  # they stay so: threads read at any time
+                let_open(self._files[segment].fd + 1)  # they stay open: threads read at any time
             return self._files[segment]
 
     def _open(self, path: Path) -> int:
@@ -96,25 +96,25 @@ class SegmentFiles:
         return os.open(path, mode)
 
     def make(self, segment: int, n_bytes: int, more: int = 0) -> None:
-        """See files.make_full. What went by its number before is open no more. Raises OSError."""
+        """See files.make_full. A file that had its number before is closed. Raises OSError."""
         make_full(self.path(segment), n_bytes, more)
         self._forget(segment)  # a late read may have opened it: rows would go to a deleted file
 
     def delete(self, segment: int) -> None:
-        """Its file, which nobody writes to. Raises OSError."""
+        """Delete a segment's file, which nobody writes to. Raises OSError."""
         self.path(segment).unlink(missing_ok=True)
-        self._forget(segment)  # behind: a late read opens it until then, and its blocks would stay
+        self._forget(segment)  # after: a late read may open it until then and keep its blocks
 
     def _forget(self, segment: int) -> None:
-        with self._lock:  # who opened it just before has noted it by now
+        with self._lock:  # whoever opened it just before has noted it
             file = self._files.pop(segment, None)
         if file is not None:
             os.close(file.fd)
 
     def drop_deleted(self, grace_s: float, *, by_name: bool = True) -> None:
-        """Let go of files that their writers have deleted; closed when no read can be on its way.
+        """Let go of files that their writers have deleted; closed once no read can be on its way.
 
-        `by_name`: also where a link to it is left somewhere, which takes a look at each name.
+        `by_name`: even if a link to it is left somewhere, which takes a look at each name.
         Until then the file system keeps their blocks, and a new file of that name is another one.
         """
         now = monotonic()
@@ -142,7 +142,7 @@ class SegmentFiles:
 
 
 def _is_gone(file: SegmentFile, *, by_name: bool) -> bool:
-    """Whether another file, or none, has its name: it may have others, in a copy made of links."""
+    """Whether another file, or none, has its name: a copy made of links may keep other names."""
     mine = os.fstat(file.fd)
     if not mine.st_nlink or not by_name:
         return not mine.st_nlink

@@ -25,9 +25,9 @@ _HUGE = 2 << 20
 _MAY_BE_TAKEN = hasattr(mmap, "MADV_FREE") and [
     int(n) for n in re.findall(r"\d+", platform.release())[:2]
 ] >= [5, 18]
-#: A pool remembers the most bytes that were out at once for this long, at most for twice as long.
+#: A pool remembers the most bytes that were out at once for this long, for at most twice as long.
 _LATELY_S = 300.0
-#: Of that most a pool keeps this multiple: a buffer of one size is of no use for another.
+#: A pool keeps this multiple of that maximum: a buffer of one size is of no use for another.
 _TIMES = 2
 
 
@@ -39,7 +39,7 @@ def aligned(n_bytes: int) -> Bytes:
     one: a direct read then has fewer pages to look up (measured: rows of 1 and 2 KiB, 1.7 and 3 MiB
     a plane, in .72 and .80 of the time that small pages took).
 
-    A forked child keeps seeing what stood here at the fork. A direct read that was under way then
+    A forked child keeps seeing what was here at the fork. A direct read that was under way then
     still lands in the parent's pages, as nobody writes to them meanwhile (open(2), under O_DIRECT);
     its checksum is compared afterwards anyway.
 
@@ -50,22 +50,22 @@ def aligned(n_bytes: int) -> Bytes:
     mapped = size + _HUGE if huge else size  # addresses to begin at a huge page; never touched
     try:
         area = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as err:  # of more than an address can tell
+    except (OSError, OverflowError) as err:  # OverflowError: more than an address can tell
         why = getattr(err, "strerror", None) or err
         raise ReadFailed("shortage", f"memory: no {size:,} bytes more: {why}") from None
     if not huge:
         return np.frombuffer(area, dtype=np.uint8)
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE
-    with suppress(OSError):  # no more than advice: of a kernel without them, or out of mappings
+    with suppress(OSError):  # only advice: a kernel may have no huge pages, or no mappings left
         if size % _HUGE:  # the rest is not to be huge
             area.madvise(mmap.MADV_HUGEPAGE, begin, size // _HUGE * _HUGE)
-        else:  # all of it, so that mappings side by side are one
+        else:  # all of it, so that adjacent mappings become one
             area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, dtype=np.uint8, count=size, offset=begin)
 
 
 def copied(data: Bytes) -> Bytes:
-    """As much of that memory, with these bytes in it."""
+    """A copy of these bytes in memory from `aligned`, of their length."""
     copy = aligned(len(data))[: len(data)]
     np.copyto(copy, data)
     return copy
@@ -112,7 +112,7 @@ class Buffer:
                 return
             size = len(self._memory)
             self._refs = 0
-            self._pool.used_bytes -= size  # no signal comes between: that is looked for at calls
+            self._pool.used_bytes -= size  # no signal comes between: Python looks for them at calls
             self._pool.take_back(self._memory)
 
     def __del__(self) -> None:
@@ -154,16 +154,16 @@ class Allowance:
         self._lock = threading.Lock()
 
     def take(self, n_bytes: int, taken: list[int]) -> bool:
-        """False when that would be too much; one alone never is. Else noted in `taken`."""
+        """False if that would be too much, which one alone never is. Else noted in `taken`."""
         with self._lock:
             if self._held and self._held + n_bytes > self._most:
                 return False
             self._held += n_bytes
-            taken += [n_bytes]  # no signal comes between: that is looked for behind calls
+            taken += [n_bytes]  # no signal comes between: Python looks for them after calls
             return True
 
     def give(self, taken: list[int]) -> None:
-        """Back, and off the list; what an exception cut off, the next call does."""
+        """Give these back and empty the list; what an exception cut off, the next call does."""
         with self._lock:
             while taken:
                 self._held -= taken[-1]
@@ -171,12 +171,12 @@ class Allowance:
 
 
 class BufferPool:
-    """Buffers under a budget. Released ones are kept for reuse, up to `keep_bytes`; or up to what
-    makes, with those that are out, twice the most that was out at once in the last minutes, if that
-    is more.
+    """Buffers under a budget. Released ones are kept for reuse, up to `keep_bytes`; or, if that is
+    more, up to what makes, with those that are out, twice the most that was out at once in the last
+    minutes.
 
     The reason: no read should wait for fresh memory, which a virtual machine was seen to give at
-    .4 GB/s, where memory used before takes 20. What is kept beyond `keep_bytes` the system may take
+    .4 GB/s, against 20 for memory used before. The system may take what is kept beyond `keep_bytes`
     when it runs short (MADV_FREE: .1 ms for 48 MiB), unless `prepare` locked it.
 
     Thread-safe. A request for more than the whole budget is never granted.
@@ -216,7 +216,7 @@ class BufferPool:
                 self._collect()
             size, buffer = len(memory), Buffer(self, memory, n_bytes)
             buffer._refs = 1  # what is dropped from here on is `lost`: no signal comes between,
-            self.used_bytes += size  # as that is looked for behind calls
+            self.used_bytes += size  # as Python looks for them after calls
             self._out_bytes += size
             self._most_out[0] = max(self._most_out[0], self._out_bytes)
             self._trim()
@@ -229,7 +229,7 @@ class BufferPool:
     def _take(self, need: int) -> Bytes | None:
         """A kept buffer of need..2·need bytes, else a new one if the budget allows.
 
-        Of the least size that does, the one that came back last: the others are the first to be
+        Of the smallest size that does, the one that came back last: the others are the first to be
         let go of.
         """
         budget = self.budget_bytes
@@ -261,22 +261,22 @@ class BufferPool:
         return memory
 
     def take_back(self, memory: Bytes) -> None:
-        """Called by Buffer under `lock` when its last reference goes, and it is not counted."""
+        """Called by Buffer under `lock` when its last reference goes and it no longer counts."""
         self._keep(memory)
         if self.kept_bytes > self._keep_bytes:
             _may_be_taken(memory)
         self._freed.notify_all()
 
     def lend(self) -> None:
-        """Called by Buffer under `lock`: it is rented no more."""
+        """Called by Buffer under `lock`: it is no longer rented."""
         self._freed.notify_all()
 
     def drop(self, memory: Bytes) -> None:
-        """Called when nobody looks at lent memory any more: anywhere, since the collector may come
-        by, and with the lock held; so `_collect` keeps it later.
+        """Called when nobody looks at lent memory any more. This may come anywhere, with the lock
+        held, since the collector may run at any time; so `_collect` keeps the memory later.
 
-        That may be never, where this was the last request for long: so what the system may take of
-        it is marked here, and not then.
+        Which may be never, if this was the last request for long: so what the system may take of it
+        is marked here, and not then.
         """
         if self._out_bytes + self.kept_bytes > self._keep_bytes:
             _may_be_taken(memory)
@@ -293,8 +293,8 @@ class BufferPool:
     def _keep(self, memory: Bytes) -> None:
         """Keep it for whoever asks next; what came back longest ago makes room.
 
-        Else a few large buffers, wanted once, would take up all that may be kept, and every small
-        one would be fresh memory.
+        Otherwise a few large buffers, wanted once, would take up all that may be kept, and every
+        small one would be fresh memory.
         """
         self._out_bytes -= len(memory)
         self._n_back += 1
@@ -322,15 +322,15 @@ class BufferPool:
 
 def _may_be_taken(memory: Bytes) -> None:
     """Let the system have these pages when it is short of memory, until they are written to."""
-    area = getattr(memory.base, "obj", None)  # of `aligned`
+    area = getattr(memory.base, "obj", None)  # from `aligned`
     if isinstance(area, mmap.mmap) and _MAY_BE_TAKEN:
         with suppress(OSError):  # locked in memory, or a kernel that has no such advice
             area.madvise(mmap.MADV_FREE)
 
 
 def release_all(buffers: list[Buffer]) -> None:
-    """Empty the list, and release each once, whoever else is at it; what is cut off the next call
-    does."""
+    """Empty the list, and release each buffer once, whoever else is at it; what is cut off, the
+    next call does."""
     while buffers:
         with suppress(IndexError):  # another thread had the last
             buffers.pop().release()

@@ -74,11 +74,11 @@ class Space:
         """Mark extents as used. Raises ValueError when one is not wholly free; whatever is raised,
         Ctrl-C too, none is marked then."""
         free, n_bytes = self._without(extents)
-        # No signal comes between: that is looked for behind calls.
+        # No signal comes between: Python looks for them after calls.
         self._free, self.free_bytes = free, self.free_bytes - n_bytes
 
     def _without(self, extents: Iterable[Extent]) -> tuple[dict[int, list[tuple[int, int]]], int]:
-        """What is free but for these, and their bytes. Raises as `claim`."""
+        """What is free without these extents, and their bytes. Raises as `claim` does."""
         changed: dict[int, list[tuple[int, int]]] = {}
         n_bytes = 0
         for segment, off, length in extents:
@@ -116,7 +116,7 @@ class Space:
 
     def give(self, extents: Iterable[Extent], owed: list[Any] | None = None) -> None:
         """Mark used extents as free again and merge neighbours; all of them or, whatever is raised,
-        none. `owed`: its first is off the list then."""
+        none. `owed`: its first item is then removed from it."""
         free, n_bytes = self._with(extents)
         # No signal comes between, as in `claim`.
         self._free, self.free_bytes = free, self.free_bytes + n_bytes
@@ -125,16 +125,16 @@ class Space:
 
     @property
     def swept_bytes(self) -> int:
-        """Claimed while they are erased: as good as free."""
+        """Bytes claimed while they are erased: as good as free."""
         return sum(part.length for part in self._swept)
 
     def unsweep(self) -> None:
-        """What was swept is free again."""
+        """Make what was swept free again."""
         free, n_bytes = self._with(self._swept)
         self._free, self.free_bytes, self._swept = free, self.free_bytes + n_bytes, ()
 
     def _with(self, extents: Iterable[Extent]) -> tuple[dict[int, list[tuple[int, int]]], int]:
-        """What is free with these used extents, and their bytes."""
+        """What is free together with these used extents, and their bytes."""
         changed: dict[int, list[tuple[int, int]]] = {}
         n_bytes = 0
         for segment, off, length in extents:
@@ -151,7 +151,7 @@ class Space:
         return self._free | changed, n_bytes
 
     def free_parts(self, extents: Iterable[Extent]) -> list[Extent]:
-        """What of these extents is free; of a segment that is gone, nothing."""
+        """The parts of these extents that are free; of a segment that is gone, none."""
         found = []
         for segment, off, length in extents:
             for start, size in self._free.get(segment, ()):
@@ -174,7 +174,7 @@ class Space:
         return found
 
     def stale_parts(self, extents: Iterable[Extent]) -> list[Extent]:
-        """What of these used extents is stale: to be erased before `give`."""
+        """The parts of these used extents that are stale: to be erased before `give`."""
         if not self._stale:
             return []
         parts = sorted(extents)
@@ -185,7 +185,7 @@ class Space:
         self._stale = outside(self._stale, sorted(extents))
 
     def drop(self, segment: int) -> int:
-        """Forget a segment that is wholly free; the bytes it had."""
+        """Forget a segment that is wholly free; return the bytes it had."""
         assert self.is_empty(segment), "segment in use"
         self.cleaned([Extent(segment, 0, self.sizes[segment])])
         n_bytes = self.sizes[segment]
@@ -213,7 +213,7 @@ class Space:
 
 
 def outside(parts: Iterable[Extent], others: Sequence[Extent]) -> list[Extent]:
-    """What of these parts is in none of the others, which are sorted and apart. Pure."""
+    """What of these parts is in none of the others, which are sorted and disjoint. Pure."""
     found = []
     for segment, begin, length in parts:
         off, end = begin, begin + length

@@ -1,7 +1,7 @@
 """Segment files as a tier: fallocated whole, read and written past the page cache.
 
 A segment is `NNNNNNNN.seg` in one directory, mode 0600. O_DIRECT where the file system takes it;
-where it refuses (some network and memory file systems), buffered, and said once in the log.
+where it refuses (some network and memory file systems), buffered, and the log says so once.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tiers.ticket import until
 
 log = logging.getLogger("impress.ssd")
 
-#: What overwrites, where a file system has no holes.
+#: Zeros written at once, where a file system has no holes.
 ZERO_BYTES: Final = 1 << 20
-#: What is free is erased so much at a time: stores meanwhile find the rest.
+#: Free space is erased this much at a time: stores find the rest meanwhile.
 ERASE_BYTES: Final = 64 << 20
 
 
@@ -48,23 +48,23 @@ class SsdTier:
         self, folder: Path, segment_bytes: int, limit_bytes: int | None, *,
         read_only: bool = False, engine: str = "auto", number: int = 0,
     ) -> None:  # fmt: skip
-        """`engine`: of tiers.engines, for reads. `number`: this folder's. Raises MediumError."""
+        """`engine`: of tiers.engines, to read with. `number`: this folder's. Raises MediumError."""
         self.engine = engine_named(engine)
         self.folder = folder
         self.no_room = ""  # why the file system gave no more when last asked; empty: it did
         self.sync_failures = 0
-        """Syncs that failed. What was written before one may be lost: the kernel tells once."""
+        """Syncs that failed. What was written before one may be lost: the kernel says so once."""
         self._segment_bytes = segment_bytes
         self._limit_bytes = limit_bytes
         self._read_only = read_only
         self._space = Space()
-        self._lock = threading.Lock()  # of the space; nothing waits for a file under it
-        self._growing = threading.Lock()  # held while segments are made or deleted, before others
+        self._lock = threading.Lock()  # for the space; nothing waits for a file under it
+        self._growing = threading.Lock()  # held to make or delete segments, taken before others
         self._retired = False
         self._n_erasing = 0  # threads that erase what they give back
         self._files = SegmentFiles(folder, number, read_only=read_only)
         self._one_by_one = OneByOne(self._files)
-        self._local = threading.local()  # of each thread: a queue
+        self._local = threading.local()  # each thread's queue
         self._made: list[ReadQueue] = []
         self._queues = self.engine != "preadv"  # whether threads still get them
         try:
@@ -76,11 +76,11 @@ class SsdTier:
             raise MediumError(f"ssd: {folder}: {err.strerror}") from err
 
     def join(self, number: int, folder: Path) -> None:
-        """Segments of that number's folder are read there from now on."""
+        """From now on, segments of the folder with that number are read in `folder`."""
         self._files.join(number, folder)
 
     def drop_deleted(self, grace_s: float, *, by_name: bool = True) -> None:
-        """Let go of files that other writers have deleted, when no read can be on its way."""
+        """Let go of files that other writers have deleted, once no read can be on its way."""
         self._files.drop_deleted(grace_s, by_name=by_name)
 
     @property
@@ -99,7 +99,7 @@ class SsdTier:
             self._space.claim_all(extents)
 
     def free_parts(self, extents: Iterable[Extent]) -> list[Extent]:
-        """What of these is nobody's."""
+        """The parts of these that are nobody's."""
         with self._lock:
             return self._space.free_parts(extents)
 
@@ -109,7 +109,7 @@ class SsdTier:
         try:
             self._take(n_bytes, large, taken)
             if not taken and min(n_bytes, large) <= self._segment_bytes:  # else none holds it
-                with self._growing:  # who waited for another's segment may find room in it
+                with self._growing:  # whoever waited for another's segment may find room in it
                     with self._lock:
                         self._space.unsweep()  # what Ctrl-C left of an erasing
                     while not self._take(n_bytes, large, taken) and self._grow():
@@ -125,17 +125,17 @@ class SsdTier:
         return taken
 
     def missing(self, n_bytes: int, least: int) -> int:
-        """Bytes that have to go before so many find room in such parts."""
+        """Bytes that have to go before n_bytes find room in parts of at least `least`."""
         with self._growing, self._lock:
             return self._space.missing(round_up(n_bytes), least)
 
     def in_one(self, n_bytes: int) -> bool:
-        """Whether a segment holds so much: one that there is, or the next to be made."""
+        """Whether one segment can hold n_bytes: an existing one, or the next to be made."""
         with self._lock:
             return n_bytes <= max(self._segment_bytes, self._space.largest)
 
     def free(self, slot: Slot, owed: list[Any] | None = None) -> None:
-        """As Tier. What is stale of it (see Space) is erased first. `owed`: see Space.give."""
+        """See Tier. Stale parts of it (see Space) are erased first. `owed`: see Space.give."""
         while True:
             counted = False  # `retire` waits for it
             try:
@@ -146,7 +146,7 @@ class SsdTier:
                         return
                     self._n_erasing, counted = self._n_erasing + 1, True
                 self.erase_now(Slot(tuple(stale)))
-            except MediumError as err:  # it is free all the same, and the next to erase finds it
+            except MediumError as err:  # it is free all the same, and the next erasing finds it
                 log.error("ssd: %s: free, and not erased as it was to be: %s", self.folder, err)
                 with self._lock:
                     self._space.give(slot.parts, owed)
@@ -194,7 +194,7 @@ class SsdTier:
         return self.engine in ("aiofiles", "kvikio") or (several and self.direct)
 
     def _queue(self) -> ReadQueue | None:
-        """This thread's; None where there is none to be had."""
+        """This thread's queue; None where there is none to be had."""
         mine: ReadQueue | None = getattr(self._local, "queue", None)
         if mine is None and self._queues:
             try:
@@ -232,7 +232,7 @@ class SsdTier:
                 self._write_at(part.segment, part.off + off, aligned(size)[:size])
 
     def turns(self) -> list[Extent]:
-        """All there is, in parts that `erase_free` is called with one after the other."""
+        """All space there is, in the parts that `erase_free` is called with one after the other."""
         sizes = list(self._space.sizes.items())
         return [Extent(s, off, ERASE_BYTES) for s, n in sizes for off in range(0, n, ERASE_BYTES)]
 
@@ -260,8 +260,8 @@ class SsdTier:
         self.check_synced(before)
 
     def check_synced(self, failures_before: int) -> None:
-        """Raises MediumError where a sync failed since, another thread's too: whose pages it lost
-        nobody can tell."""
+        """Raises MediumError if a sync has failed since, even another thread's: nobody can tell
+        whose pages it lost."""
         if self.sync_failures != failures_before:
             raise MediumError(f"ssd: {self.folder}: the disk lost writes meanwhile")
 
@@ -286,14 +286,14 @@ class SsdTier:
                 assert self._files.path(segment).stat().st_size == n_bytes, f"{segment}: resized"
 
     def trim(self) -> int:
-        """Delete segments that hold nothing; the bytes given back to the file system."""
+        """Delete segments that hold nothing; return the bytes given back to the file system."""
         with self._growing:  # a new file must not meet an old one of its number
             return sum(self._delete(segment) for segment in list(self._space.sizes))
 
     def retire(self, timeout_s: float) -> bool:
-        """The folder is to be another's, who knows its own: nothing is made, deleted or erased
-        there any more, whatever is given back. False: some of that is under way yet."""
-        self._retired = True  # first: whoever begins behind this does nothing
+        """The folder is to be another's, who keeps its own accounts: nothing is made, deleted or
+        erased there any more, whatever is given back. False: some of that is still under way."""
+        self._retired = True  # first: whoever begins after this does nothing
         return until(lambda: not self._growing.locked() and not self._erasing(), timeout_s)
 
     def _erasing(self) -> int:
@@ -301,7 +301,7 @@ class SsdTier:
             return self._n_erasing
 
     def _delete(self, segment: int) -> int:
-        """Where it holds nothing; the bytes that came back."""
+        """Delete a segment if it holds nothing; return the bytes that came back."""
         n_bytes, path = 0, self._files.path(segment)
         try:
             with self._lock:
@@ -329,7 +329,7 @@ class SsdTier:
             self._files.close()
 
     def _grow(self) -> bool:
-        """One more segment; False when the limit or the file system says no. Under `_growing`."""
+        """Make one more segment; False when limit or file system says no. Under `_growing`."""
         sizes, total = self._space.sizes, self._space.total_bytes
         if self._retired:
             return False
@@ -347,7 +347,7 @@ class SsdTier:
             if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 return self._outgrown(err)
             raise MediumError(f"ssd: {path}: {err.strerror}") from err
-        except BaseException:  # Ctrl-C: a file without an account keeps the next from its name
+        except BaseException:  # Ctrl-C: a file not accounted for keeps the next from its name
             if segment not in sizes:
                 path.unlink(missing_ok=True)
             raise
@@ -355,7 +355,7 @@ class SsdTier:
         return True
 
     def _outgrown(self, err: OSError) -> bool:
-        """The file system is full: False, and said once."""
+        """The file system is full: False, and logged once."""
         if not self.no_room:
             log.warning("ssd: no room for another segment in %s (%s)", self.folder, err.strerror)
         self.no_room = f"ssd: {self.folder}: {err.strerror}"

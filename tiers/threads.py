@@ -1,4 +1,4 @@
-"""Threads that may not be had, and when one has ended."""
+"""Threads that the system may refuse, and when one has ended."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def start(thread: threading.Thread) -> None:
     except RuntimeError as err:
         if no_more_threads(err):
             raise MediumError(MORE_THREADS) from None
-        cut_off = err.__context__  # what a signal raises in Python's own wait for it comes out so
+        cut_off = err.__context__  # a signal's exception in Python's own wait comes out like this
         if cut_off is not None and not isinstance(cut_off, Exception):
             raise cut_off from None
         raise
 
 
 class Worker:
-    """A daemon thread of which is known for sure whether it has ended.
+    """A daemon thread that tells for sure whether it has ended.
 
-    CPython before 3.13 takes one for ended once a signal has cut off a `join` of it: whoever asked
-    again closed files that it still wrote to.
+    CPython before 3.13 takes a thread for ended once a signal has cut off a `join` of it: a caller
+    that asked again closed files that the thread still wrote to.
     """
 
     def __init__(self, target: Callable[..., None], name: str, *args: Any) -> None:
@@ -55,12 +55,12 @@ class Worker:
 
     @property
     def begun(self) -> bool:
-        """Ctrl-C may come before it is."""
+        """Whether it has begun: Ctrl-C may come before."""
         return self._thread.ident is not None
 
     def ended(self, timeout_s: float) -> bool:
-        """Whether it has, by then at the latest; below 0: waits for it. In a fork's child there is
-        none any more, nor where the interpreter ends: it has stopped there, wherever it was."""
+        """Whether it has ended, waiting for timeout_s at most (below 0: as long as it takes). True
+        in a fork's child, which has none, and as the interpreter ends: it has stopped there."""
         if self._pid != os.getpid() or sys.is_finalizing():
             return True
         if not self._ended.over(timeout_s):

@@ -1,4 +1,4 @@
-"""A batch of tasks under way, and who waits for it."""
+"""A batch of tasks under way, and those who wait for it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Ticket:
     def wait(self, timeout_s: float) -> bool:
         """True when all tasks ran, False when timeout_s passed first.
 
-        Raises the first task's error, Cancelled where one did not run.
+        Raises the first error of a task, Cancelled where one did not run.
         """
         if not self.over(timeout_s):
             return False
@@ -95,8 +95,8 @@ class Ticket:
     def then(self, callback: Callback) -> None:
         """Call back once when done, from whichever thread ends it; at once if it is done.
 
-        What a callback raises is logged: it is not that thread's affair. One in which a signal
-        raises is called once more, which has to do no harm: it may have done nothing yet.
+        What a callback raises is logged: it is not that thread's affair. A callback in which a
+        signal raises is called once more, as it may have done nothing yet: that must do no harm.
         """
         with self._lock:
             if self._left:
@@ -109,10 +109,10 @@ class Ticket:
             raise
 
     def run(self, task: Task, due: list[Ticket] | None = None) -> None:
-        """One task of this ticket, on a pool thread; its error is kept for wait().
+        """Run one task of this ticket, on a pool thread; its error is kept for wait().
 
-        `due`: on a thread that signals come to. It holds this ticket until the task is counted, so
-        that a caller which is cut off sees whether it was; and what a signal raises comes out.
+        `due`: for a thread that signals come to. It holds this ticket until the task is counted, so
+        that a caller that is cut off sees whether it was; and a signal's exception is passed on.
         """
         try:
             if self._cancelled:
@@ -128,11 +128,11 @@ class Ticket:
             self._count([self] if due is None else due)
 
     def _count(self, due: list[Ticket]) -> None:
-        """A task that is due is over. Behind the last one: let go of who waits, and call back."""
+        """Count the tasks due as over. After the last, let go of those who wait and call back."""
         try:
             with self._lock:
                 self._left -= len(due)
-                del due[:]  # no signal comes between: that is looked for behind calls
+                del due[:]  # no signal comes between: Python looks for them after calls
                 if self._left:
                     return
                 self.ended_s = monotonic()
@@ -148,14 +148,14 @@ class Ticket:
                 except BaseException:
                     _call(callback)
                     raise
-        except BaseException:  # a signal's: the rest of it all the same
+        except BaseException:  # a signal's: do the rest all the same
             self._count(due)
             raise
 
 
 def until(true: Callable[[], bool], timeout_s: float) -> bool:
-    """Look now and then whether it is so, at most for so long. A lock that is taken to see it free
-    may stay taken where a signal comes."""
+    """Look now and then whether it is so, for at most timeout_s. A lock that is taken only to see
+    that it is free may stay taken where a signal comes."""
     end_s = monotonic() + timeout_s
     while not true():
         if monotonic() > end_s:

@@ -1,13 +1,13 @@
-"""io_uring through ctypes: one ring a thread, plain reads, no polling thread.
+"""io_uring through ctypes: one ring per thread, plain reads, no polling thread.
 
     submission ring: indices of requests    front (kernel) ··· tail (ours)
     completion ring: index, bytes or -errno  front (ours)  ··· tail (kernel)
 
 Memory order. The kernel looks at the submission ring only inside io_uring_enter, called by this
 very thread, so program order is enough there. Completions may be posted from another CPU: their
-tail is read after io_uring_enter has returned and behind a lock's acquire, which is a full barrier
-on every machine Python runs on; their entries only after that, and our front is moved behind a
-release.
+tail is read after io_uring_enter has returned and after a lock's acquire, which is a full barrier
+on every machine Python runs on; their entries are read only after that, and our front is moved
+after a release.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _long, _pointer = ctypes.c_long, ctypes.c_void_p
 
 
 class UringQueue(KernelQueue):
-    """One thread's ring. Raises OSError where the kernel, or who confines us, has none to give."""
+    """One thread's ring. Raises OSError where the kernel, or whatever confines us, gives none."""
 
     name = "io_uring"
 
@@ -63,7 +63,7 @@ class UringQueue(KernelQueue):
             sq_map = cq_map = self._mmap(_SQ_RING, max(sq_bytes, cq_bytes))
         else:
             sq_map, cq_map = self._mmap(_SQ_RING, sq_bytes), self._mmap(_CQ_RING, cq_bytes)
-        # struct io_uring_sqe: opcode, fd | offset | iovecs | their number | index | – | – | –
+        # struct io_uring_sqe: opcode, fd | offset | iovecs | number of iovecs | index | – | – | –
         self._requests = np.frombuffer(self._mmap(_SQES, 64 * n_sq), dtype=np.int64).reshape(-1, 8)
         self._sq_front = np.frombuffer(sq_map, np.uint32, 1, sq["front"])
         self._sq_tail = np.frombuffer(sq_map, np.uint32, 1, sq["tail"])
@@ -87,8 +87,8 @@ class UringQueue(KernelQueue):
 
     def _submit(self, n: int) -> int:
         """All n, or as many as the kernel takes."""
-        # From where the kernel has read to, not behind our tail: what it did not take of an earlier
-        # batch must not go with this one. (To take that back there may have been no memory.)
+        # From where the kernel has read to, not after our tail: what it left of an earlier batch
+        # must not go with this one. (There may have been no memory to take that back.)
         front = int(self._sq_front[0])
         places = (front + np.arange(n)) & self._sq_mask
         self._sq_array[places] = np.arange(n, dtype=np.uint32)
@@ -119,7 +119,7 @@ class UringQueue(KernelQueue):
         return found
 
     def _take(self, most: int) -> list[tuple[int, int]]:
-        """Completions that are there, at most so many."""
+        """Completions that are there, at most `most`."""
         with self._barrier:
             tail = int(self._cq_tail[0])
         front = int(self._cq_front[0])

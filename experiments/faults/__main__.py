@@ -2,10 +2,10 @@
 
 lost: acknowledged by flush before the fault and not served after it, though none of its bytes were
 destroyed; not counted where every prompt needs what was destroyed (index, identity), or where reads
-fail. missed: not served, honestly: its bytes were destroyed, its read failed or came late, the
+fail. missed: honestly not served: its bytes were destroyed, its read failed or came late, or the
 store was refused. wrong: an answer that is not what was stored. refused: the store would not open,
-or not take a prompt, and said so; all of one that does not open is lost. ended: a process that
-stores or reads ended by itself.
+or would not take a prompt, and said so; all prompts of one that does not open are lost. ended: a
+process that stores or reads ended by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from experiments.harness import Cell, Experiment, Figures, Options, main
 Fault = Callable[[Path, int, int], list[Row]]
 
 #: Name -> how, how often, how often with --quick, most in a cell (--resume goes on after it),
-#: seconds a time.
+#: seconds each time.
 _FAULTS: Final[dict[str, tuple[Fault, int, int, int, float]]] = {
     "kills": (kills, 500, 12, 50, 1.3),
     "power_cuts": (power_cuts, 200, 6, 50, 2.0),
@@ -78,7 +78,7 @@ def _figures(parts: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 
 
 def _together(parts: list[Row]) -> list[Row]:
-    """One row a fault: the counts of its cells added up; None stays None, it was not counted."""
+    """One row per fault: the counts of its cells added up; None (not counted) stays None."""
     rows: dict[str, Row] = {}
     for part in parts:
         row = rows.setdefault(part["fault"], {"name": part["name"], "fault": part["fault"]})

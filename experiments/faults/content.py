@@ -41,7 +41,7 @@ def open_store(path: Path, **more: Any) -> impress.PrefixStore:
 
 
 def prompt(seed: int) -> np.ndarray:
-    """256 tokens; an odd seed's begin like those of the one before it."""
+    """256 tokens; an odd seed's begin like those of the seed before it."""
     tokens = np.random.default_rng(seed).integers(0, 1 << 20, N_TOKENS, dtype=np.int32)
     if seed % 2:
         tokens[: N_TOKENS // 2] = prompt(seed - 1)[: N_TOKENS // 2]
@@ -62,7 +62,7 @@ def rows(seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def put(store: impress.PrefixStore, seed: int) -> impress.write.writer.Stored:
-    """Every third prompt with importance, so that its rows are packed."""
+    """Store a prompt; every third with importance, so that its rows are packed."""
     importance = None
     if seed % 3 == 0:
         shape = (GEOMETRY.n_layers, N_TOKENS)

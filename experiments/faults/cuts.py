@@ -22,7 +22,7 @@ from experiments.common import Row, Unable
 from experiments.faults.content import counts_of, judge, open_store
 from impress.errors import ImpressError
 
-#: A worker that says nothing for so long hangs.
+#: A worker that says nothing for this long counts as hanging.
 SILENCE_S = 60.0
 #: Cuts before a fresh directory: the store would only grow.
 _CUTS_A_STORE = 25
@@ -45,8 +45,8 @@ def worker(folder: Path, first: int, *more: str) -> Iterator[subprocess.Popen[st
 
 
 class Heard(NamedTuple):
-    """`last`: the seed that was acknowledged last, -1: none. `fate`: of one that said less than it
-    was to, "hangs" or "ended"."""
+    """`last`: the seed that was acknowledged last, -1: none. `fate`: "hangs" or "ended", for a
+    worker that said less than it was to."""
 
     last: int
     fate: str = ""
@@ -112,8 +112,8 @@ def _note(
     total: Row, where: Path, first: int, heard: Heard, flushed: list[int],
     rng: np.random.Generator,
 ) -> int:  # fmt: skip
-    """Reopen, judge this round's prompts and some older ones; the next round's first seed. A store
-    that does not open has lost all of them."""
+    """Reopen; judge this round's prompts and some older ones. Returns the next round's first seed.
+    A store that does not open has lost all of them."""
     if heard.fate:
         total[heard.fate] += 1
     last = heard.last

@@ -1,8 +1,8 @@
 """Random bit flips in segments, headers and the index: right answers or honest misses.
 
-Each flip has a copy of the store to itself. They are read by processes forked from one that has
-everything imported, some flips each, one after the other: a damaged index can end a process, which
-is counted for the flip it was at, and the next ones get a new process.
+Each flip has a copy of the store to itself. The copies are read by processes forked from one that
+has everything imported, some flips each, one after the other. A damaged index can end a process,
+which is counted for the flip it was at; the flips after it get a new process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tiers.base import Extent
 
 N_PROMPTS = 6
 _HANG_S = 60.0
-_AT_ONCE = 4  # most of a flip is waiting for the kernel
+_AT_ONCE = 4  # a flip is mostly waiting for the kernel
 _A_PROCESS = 20
 _KINDS = {"rows": 0.5, "headers": 0.25, "index": 0.2, "identity": 0.05}
-_OF_A_PAIR = ("rows", "headers")  # that one prompt needs, or two that begin alike
+_OF_A_PAIR = ("rows", "headers")  # needed by one prompt, or by two that begin alike
 
 
 def flips(folder: Path, n: int, seed: int) -> list[Row]:
@@ -79,8 +79,8 @@ def _drawn(rng: np.random.Generator, places: dict[str, list[_Place]], number: in
 
 
 def _total(kind: str) -> Row:
-    """lost: None where any prompt may need what was flipped, so that none can be told from missed;
-    missed then counts every prompt behind an index or identity that is refused, too."""
+    """lost: None where any prompt may need what was flipped, so that lost cannot be told from
+    missed; missed then also counts every prompt behind an index or identity that is refused."""
     return {
         "fault": f"bit flip in {kind}", "tried": 0, "acknowledged": 0,
         "lost": 0 if kind in _OF_A_PAIR else None, "wrong": 0, "hangs": 0,
@@ -130,7 +130,7 @@ def _try(
 
 def _counts(trial: _Trial, found: Row) -> Row:
     """What a look at a flip adds to its kind. Lost: missed, though neither the prompt nor the one
-    it shares with has the flip in its bytes."""
+    it shares bytes with has the flip in its bytes."""
     counts = dict(found)
     missing = counts.pop("missing", [])
     counts["missed"] = len(missing)

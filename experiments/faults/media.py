@@ -17,10 +17,10 @@ from impress.store import PrefixStore
 from impress.upkeep.rebuild import rebuild_store
 from impress.write.health import RETRY_S
 
-#: What strace does to the worker, and to whom: calls of segments and of the index.
+#: Faults that strace injects into the worker: names, and rules for calls of segments and the index.
 INJECTIONS = (
     ("fdatasync: EIO", "fdatasync:error=EIO:when=7+23"),
-    ("pwrite64: EIO", "pwrite64:error=EIO:when=5+37"),  # of each thread; an open makes four
+    ("pwrite64: EIO", "pwrite64:error=EIO:when=5+37"),  # per thread; an open makes four
     ("pwrite64: ENOSPC", "pwrite64:error=ENOSPC:when=5+37"),
     ("pwrite64 claims 4,096 bytes and writes none", "pwrite64:retval=4096:when=40+31"),
     ("preadv: EIO", "preadv2:error=EIO:when=3+2"),
@@ -56,8 +56,8 @@ def full_disk(folder: Path, n: int, _seed: int) -> list[Row]:
 def _fill(
     store: PrefixStore, mount: Path, first: int, kept: list[int], total: Row
 ) -> tuple[int, list[int]]:
-    """One round: the next one's first seed, and what was promised last. `kept`: prompts of which,
-    the disk being full, some may be gone by now; none may be wrong."""
+    """One round. Returns the next one's first seed, and the prompts promised last. `kept`: prompts
+    of which, the disk being full, some may be gone by now; none may be wrong."""
     seed, filler = first, mount / "filler"
     while True:  # until the store itself has no room: then it evicts, and goes on
         with contextlib.suppress(ImpressError):
@@ -83,7 +83,7 @@ def _fill(
 
 
 def _stored(store: PrefixStore, seed: int) -> list[int]:
-    """The prompt, when flush returned for it: a full store looks for room every RETRY_S. None where
+    """[seed], once flush has returned for it: a full store looks for room every RETRY_S. [] where
     it is refused for good."""
     end_s = monotonic() + 2 * RETRY_S
     try:
@@ -152,16 +152,16 @@ def _injected(where: Path, what: str, rule: str, n: int) -> Row:
 
 
 def _goes_on(lines: list[str]) -> bool:
-    """Whether prompts were acknowledged behind one that was refused."""
+    """Whether prompts were acknowledged after one that was refused."""
     words = [line.split() for line in lines]
     first = next((i for i, said in enumerate(words) if said[:1] == ["refused"]), len(words))
     return any(said[:1] == ["kept"] and len(said) > 1 for said in words[first:])
 
 
 def _judge(total: Row, where: Path, n: int, *before: str, limit_s: float = 5.0) -> bool:
-    """Count what a process of its own says; False where the index would not do, nothing counted.
+    """Count what a process of its own says. False, with nothing counted, if the index is unusable.
 
-    LMDB ends a process over some damage: what it did not notice until it wrote again.
+    LMDB ends a process over some damage: damage that it did not notice until it wrote again.
     """
     lines = _lines(*before, *_python("reader", where, n), "preadv", f"{limit_s:g}")
     judged = [line.split()[1:] for line in lines if line.startswith("judged")]

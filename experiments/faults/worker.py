@@ -1,7 +1,7 @@
 """Stores prompts until it is stopped: `python -m experiments.faults.worker DIR FIRST`.
 
-Prints a seed when everything up to it has been flushed, and "kept" with those of it that were not
-refused; "refused" lines when the store says no.
+Prints a seed when everything up to it has been flushed, and "kept" with those of the flushed seeds
+that were not refused; "refused" lines when the store says no.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from impress.write import health
 
 
 def main() -> int:
-    """Until killed. 0 when told to stop after N prompts."""
+    """Run until killed. 0 when told to stop after N prompts."""
     folder, first = Path(sys.argv[1]), int(sys.argv[2])
     most = int(sys.argv[3]) if len(sys.argv) > 3 else None
     engine = sys.argv[4] if len(sys.argv) > 4 else "auto"

@@ -27,7 +27,7 @@ class Batch:
     tokens: Tensor
     positions: Tensor
     see: Visible
-    rows: Tensor  # the sequence a question stands in
+    rows: Tensor  # the sequence a question is in
     at: Tensor  # its last token, which predicts the answer
     answers: Tensor
     candidates: Tensor  # [n_asked, 2]

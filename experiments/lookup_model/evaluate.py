@@ -35,7 +35,7 @@ from impress.demo.lookup.tasks import (
 )
 from impress.errors import BadInput
 
-#: Tokens of the longest question, which comes behind a document.
+#: Tokens of the longest question, which comes after a document.
 _QUESTION: Final = 6
 
 
@@ -54,7 +54,7 @@ class Score:
 def _continue(
     model: PreTrainedModel, cache: DynamicCache, n_prefix: int, asked: list[Question]
 ) -> Tensor:
-    """[n_questions, words] logits after each question, each alone behind a cached prefix.
+    """[n_questions, words] logits after each question, each alone after a cached prefix.
 
     `asked` all have the same number of tokens.
     """
@@ -136,7 +136,7 @@ def on_fact(doc: Document, q: Question, mass: Tensor) -> Tensor:
 
 
 def loaded(folder: Path, **options: Any) -> PreTrainedModel:
-    """From its files alone."""
+    """Load a model from its files alone."""
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, **options
     ).eval()

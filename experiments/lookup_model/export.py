@@ -1,4 +1,4 @@
-"""Write a trained model as a transformers checkpoint, half precision, and prove it the same."""
+"""Write a trained model as a transformers checkpoint, half precision, and prove it is the same."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def export(model: LookupOPT | LookupLlama, folder: Path) -> None:
     """Write config.json and model.safetensors (float16) into `folder`.
 
     Raises AssertionError when transformers would not compute what was trained, or the file would
-    pass MAX_BYTES.
+    exceed MAX_BYTES.
     """
     served = to_transformers(model)
     difference = largest_difference(model, served)

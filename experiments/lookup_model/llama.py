@@ -1,7 +1,7 @@
 """The training-time twin of a small `LlamaForCausalLM` with grouped-query attention.
 
-As model.py's for OPT. Positions are rotations of queries and keys, so nothing but differences of
-positions matters; one KV head serves several query heads.
+Like model.py's for OPT. Positions are rotations of queries and keys, so only the differences of
+positions matter; one KV head serves several query heads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The training-time twin of `OPTForCausalLM`: same parameters by name, same function.
 
-Apart from transformers because training needs what a served model does not: positions offset per
+Separate from transformers, as training needs what a served model does not: positions offset per
 sequence, attention mass on chosen keys (the hint), and the hidden state after the first layer.
 export.py compares both models' logits before it writes a checkpoint.
 """
@@ -39,10 +39,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """Who sees whom in sequences of one document and many questions behind it.
+    """Which tokens see which in sequences of one document and many questions after it.
 
     The first `n_document` tokens are causal. `rows` [batch, n - n_document, n] bool tells what the
-    others see: the document and their own question so far, as if each question stood alone.
+    others see: the document and their own question so far, as if each question were alone.
     """
 
     n_document: int

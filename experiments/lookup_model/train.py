@@ -30,7 +30,7 @@ from impress.demo.lookup.tokenizer import N_TOKENS
 
 #: Curriculum: tokens of a document, questions of each task about it, share of the learning rate.
 #: The lengths of a stage take turns, so that questions are learnt at many positions.
-#: At a constant rate RTE, learnt first on 64 tokens, was forgotten again within 500 steps of 576.
+#: At a constant rate RTE, learnt first on 64 tokens, was forgotten again within 500 steps on 576.
 STAGES = (
     ((64,), 12, 1.0),
     ((128,), 12, 0.7),
@@ -43,7 +43,7 @@ N_AUX_STAGES = 4
 #: The heads hinted in the specialised variant, none of the first three. With head 5 alone COPA was
 #: learnt and RTE still at chance after 720 steps; all eight heads take about 250.
 SPECIALISTS = (4, 5, 6, 7)
-#: What a run may be gone on with another one of; with anything else changed it is another run.
+#: Arguments that may differ when a run is resumed; with any other changed it is another run.
 _MAY_DIFFER: Final = ("work", "out", "steps")
 
 
@@ -156,7 +156,7 @@ class Run:
         return loss * float(self.args.aux_weight)
 
     def _hint(self, trace: Trace, batch: Batch) -> Tensor:
-        """At answers, layer 1 should look at where the name stood before."""
+        """At answers, layer 1 should look at where the name was before."""
         some = batch.hinted.any(1).nonzero()[:, 0]
         log_mass = hint_log_mass(
             trace, batch.see, batch.rows[some], batch.at[some], batch.hinted[some]
@@ -245,7 +245,7 @@ class Run:
         fresh.rename(self.work / "state.pt")
 
     def resume(self) -> None:
-        """Go on from the state in `work`, if it has one. Raises Unable: it is another run's."""
+        """Go on from the state in `work`, if it has one. Raises Unable if it is another run's."""
         path = self.work / "state.pt"
         if not path.exists():
             return

@@ -1,7 +1,7 @@
-"""The systems compared, as data: what each reads, how it chooses, what goes first from its caches.
+"""The systems compared, as data: what each reads, how it chooses, what its caches evict first.
 
-All are served by the same sessions, threads, caches and checksums, with keys and values apart. What
-the paper's baselines lack is off.
+All are served by the same sessions, threads, caches and checksums, with keys and values apart.
+Features that the paper's baselines lack are off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Qu
 #: Our own selector, as it is by default.
 OURS: Final = Quality()
 
-#: Of those that read ahead: most bytes of a layer, about what a quarter of its rows takes.
+#: The most bytes of a layer that some systems read ahead: about what a quarter of its rows takes.
 AHEAD: Final = 32 << 20
 
 
@@ -37,7 +37,7 @@ class System:
 
 
 def systems(keep: float = 0.25) -> tuple[System, ...]:
-    """All of them, for systems that keep this share of the rows."""
+    """All systems; those that keep a share of the rows keep this one."""
     h2o, paper = AllHeads(keep), Paper(keep)
     return (
         System("recompute", "ReComp: no store", data=""),
@@ -69,8 +69,8 @@ def systems(keep: float = 0.25) -> tuple[System, ...]:
 
 
 def reading_ahead(keep: float = 0.25) -> tuple[System, ...]:
-    """Three of them that read the next layer's rows ahead; only where they are asked for by name:
-    none is faster so (experiments.prefetch)."""
+    """Three systems that read the next layer's rows ahead, included only where asked for by name:
+    none is faster that way (experiments.prefetch)."""
     plain = {system.name: system for system in systems(keep)}
     return tuple(
         replace(plain[name], name=f"{name}_prefetch", about=f"{name} that reads ahead",
@@ -80,8 +80,8 @@ def reading_ahead(keep: float = 0.25) -> tuple[System, ...]:
 
 
 def identified(keep: float = 0.25) -> System:
-    """The best of the paper's baselines with the first of the paper's techniques and no other; only
-    where it is asked for by name (experiments.ablation)."""
+    """The best of the paper's baselines with the first of the paper's techniques and no other,
+    included only where asked for by name (experiments.ablation)."""
     return System("as_h2o_lfu_identified", "AS+H2O+LFU that reads three heads' keys to choose",
                   policy=Paper(keep), eviction="lfu")  # fmt: skip
 

@@ -5,8 +5,8 @@
 
 In every round each system serves the same request (or `in_a_row` of them, as a server that is kept
 busy does), in an order drawn for that round, and nothing is left running between two systems.
-Drawn, not turned: systems share files, and whoever reads a place first in a round may find it
-slower than who comes behind, where a disk has a cache of its own.
+Drawn, not rotated: systems share files, and where a disk has a cache of its own, the first system
+to read a place in a round may find it slower than the systems after it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tiers.hbm import for_current_device
 Where = Literal["cuda", "cpu"]
 #: Hit rates are flat when two windows of warming differ by less than this from the two before.
 FLAT: Final = 0.02
-#: Windows compared, and the first, in which caches fill.
+#: The windows that are compared, and the first one, in which caches fill.
 LEAST_WINDOWS: Final = 5
-#: Choices that an average order is made of, at least.
+#: The fewest choices that an average order is made from.
 OFTEN: Final = 6
 
 
@@ -47,14 +47,14 @@ OFTEN: Final = 6
 class Load:
     """What is asked: popularity ("zipf" with an exponent, or "shuffled": each prefix in turn)."""
 
-    ratio: int = 130  # data, where HBM is 10 and DRAM 32
+    ratio: int = 130  # size of the data where HBM is 10 and DRAM 32
     zipf: float | None = 0.9
     knobs: Knobs = field(default_factory=Knobs)
     n_measured: int = 40
-    n_warm: int = 48  # of a window; at most `most_windows` of them
+    n_warm: int = 48  # requests of a window; there are at most `most_windows`
     most_windows: int = 8
     seed: int = 1
-    in_a_row: int = 1  # requests of one system before what goes on behind them is waited for
+    in_a_row: int = 1  # requests of one system before the work they leave is waited for
 
 
 class Warmed(NamedTuple):
@@ -65,7 +65,7 @@ class Warmed(NamedTuple):
 
 
 def popularity(load: Load, n_prefixes: int) -> npt.NDArray[np.float64]:
-    """Each prefix's share of the requests; which is the most popular is drawn."""
+    """Each prefix's share of the requests; which one is the most popular is drawn."""
     if load.zipf is None:
         return np.full(n_prefixes, 1 / n_prefixes)
     weight = np.arange(1, n_prefixes + 1, dtype=np.float64) ** -load.zipf
@@ -76,8 +76,8 @@ def popularity(load: Load, n_prefixes: int) -> npt.NDArray[np.float64]:
 def window_of(load: Load, n_prefixes: int) -> list[int]:
     """The prefixes that a window of warming asks for, in order: each by its popularity, rounded.
 
-    The same in every window, by other requests: hit rates of two windows then differ by what the
-    caches hold and not by what was asked, which of 48 requests drawn anew is several hundredths.
+    The same in every window, with other requests: hit rates of two windows then differ by what the
+    caches hold, not by what was asked. 48 drawn each time would by itself make several hundredths.
     """
     wanted = popularity(load, n_prefixes) * load.n_warm
     counts = np.floor(wanted).astype(np.int64)
@@ -101,7 +101,7 @@ def drawn(load: Load, n_prefixes: int) -> list[int]:
 
 
 def order_of(load: Load, n_prefixes: int) -> list[tuple[int, int]]:
-    """(prefix, request on it) of all windows of warming, then of what is measured; no request is
+    """(prefix, request on it) of all windows of warming, then of those measured; no request is
     asked twice."""
     prefixes = window_of(load, n_prefixes) * load.most_windows + drawn(load, n_prefixes)
     seen = [0] * n_prefixes
@@ -113,29 +113,29 @@ def order_of(load: Load, n_prefixes: int) -> list[tuple[int, int]]:
 
 
 def budgets(n_bytes: int, ratio: int) -> tuple[int, int]:
-    """(HBM, DRAM) bytes for data of n_bytes: 10 and 32 parts where the data is `ratio`."""
+    """(HBM, DRAM) bytes for data of n_bytes: 10 and 32 parts where the data has `ratio`."""
     return n_bytes * 10 // ratio, n_bytes * 32 // ratio
 
 
 def config_of(system: System, data: Data, ratio: int, hbm: Where = "cpu") -> Config:
-    """Caches of a system: probes, maps and tables count in the DRAM budget. `hbm`: whose memory
-    the fast one is in."""
+    """Caches of a system: probes, maps and tables count in the DRAM budget. `hbm`: the device in
+    whose memory the fast cache is."""
     hbm_bytes, dram = budgets(data.n_bytes, ratio)
     return Config(
         window=WINDOW, dram_bytes=dram, hbm_bytes=hbm_bytes, hbm_device=hbm, durable=False,
         eviction=system.eviction, probes=data.probes(system.data, system.policy),
         segment_bytes=128 << 20, lease_timeout_s=3600, prefetch_bytes=system.prefetch_bytes,
-        follow_every_s=0,  # one store looks here, not one a system; and nobody writes
+        follow_every_s=0,  # a server has one store that looks, not one a system; nobody writes
     )  # fmt: skip
 
 
 class Bench:
-    """Open systems over one set of data. Close it: caches and stores go.
+    """Open systems over one set of data. Closing it closes their caches and stores.
 
-    `dilation`: how much longer compute takes here; None: by what the disk gives before each round,
-    as long as it is where nothing is read. `on`: the device of torch's that does it for real, and
-    whose memory the fast cache is in; "": none. Nothing is then dilated. `disk_gb_s`: said of rows
-    before which no reading was made; None: what the dilation says.
+    `dilation`: how many times as long compute takes here; None: by the disk's rate before each
+    round, or 1 where nothing is read. `on`: the torch device that computes for real and holds the
+    fast cache; "": none. With a device nothing is dilated. `disk_gb_s`: the rate noted for rows
+    before which no reading was made; None: the one that the dilation implies.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Bench:
         self.warmed: dict[str, Warmed] = {}  # by system
 
     def _computing(self, roofline: Roofline, dilation: float | None) -> tuple[Device, Memory]:
-        """What computes, and memory for rows on their way there."""
+        """The device that computes, and memory for rows on their way to it."""
         data = self.data
         if self._on:
             from experiments.systems.cuda import Cuda
@@ -197,8 +197,8 @@ class Bench:
             self.device.pace(dilation_of(self._disk_gb_s))
 
     def warm(self) -> None:
-        """Serve each system windows of requests until its hit rates are flat; compute passes at
-        once."""
+        """Serve each system windows of requests until its hit rates are flat; compute takes no
+        time."""
         dilation = self.device.dilation
         for server in self.servers:
             self.warmed[server.system.name] = self._warm(server, dilation)
@@ -227,8 +227,8 @@ class Bench:
         return [self._serve(server, [one])[0] for one in part]
 
     def measure(self, rounds: Rounds | None = None) -> dict[str, list[Served]]:
-        """Every system on the same requests, interleaved. Those of `rounds` that earlier runs
-        served are taken from there, and the others kept there."""
+        """Every system on the same requests, interleaved. Rounds that earlier runs served are taken
+        from `rounds`, and new ones are kept there."""
         found: dict[str, list[Served]] = {s.name: [] for s in self.systems}
         kept = iter([] if rounds is None else rounds.kept)
         self._measure_disk()
@@ -251,9 +251,9 @@ class Bench:
         return found
 
     def _serve(self, server: Server, some: Sequence[tuple[int, int]]) -> list[Served]:
-        """Requests one after the other; at the end nothing of theirs goes on any more.
+        """Serve requests one after the other; at the end none of their work goes on any more.
 
-        Each comes when the one before has its first token: what that still has to do before the
+        Each comes when the one before has its first token: work that must still be done before the
         server is free, such as copies out of an engine's memory, is waited for.
         """
         before = server.behind_bytes
@@ -269,7 +269,7 @@ class Bench:
 
     def overlap(self, policy: Policy | None) -> float | None:
         """How far a policy's choices follow the average order, mean over layers of prefixes that
-        were asked for often; None where there is none, or rows are chosen on the clock."""
+        were asked for often; None where there are none, or rows are chosen on the clock."""
         if policy is None:
             return None
         chosen: dict[tuple[int, int], list[npt.NDArray[np.int64]]] = {}
@@ -297,8 +297,8 @@ class Bench:
 
 
 def are_flat(rates: Sequence[float]) -> bool:
-    """Whether windows' hit rates have stopped moving. Two together: what importance caches goes to
-    and fro by several hundredths from one window to the next, for good."""
+    """Whether windows' hit rates have stopped moving. Windows are compared in pairs: by importance,
+    caches' hit rates keep swinging by several hundredths from one window to the next."""
     one, two, three, four = rates[-4:]
     return abs((three + four) - (one + two)) / 2 < FLAT
 
@@ -330,8 +330,8 @@ def interval(
 
 
 def summary(served: Sequence[Served], in_a_row: int = 1) -> Row:
-    """A row of one system: milliseconds as on the paper's disk (divided by the dilation), or where
-    compute was real of the clock. `emulated_ms`, `stated_ms`: then of what it waited for."""
+    """A row of one system: milliseconds as on the paper's disk (divided by the dilation), or by the
+    clock where compute was real; `emulated_ms` and `stated_ms` are then of what it waited for."""
     ms = [s.ttft_s / s.dilation * 1e3 for s in served]
     low, high = interval(ms, 50, in_a_row=in_a_row)
     p90_low, p90_high = interval(ms, 90, in_a_row=in_a_row)

@@ -1,12 +1,12 @@
 """Compute that is not there, as timed waits on the clock that real reads run on.
 
 On a machine without an accelerator everything a GPU would do (forward, scoring, top-k,
-dequantising) is *emulated*: a wait of as long as one stated roofline says, multiplied by how much
+dequantising) is *emulated*: a wait as long as one stated roofline says, multiplied by how much
 slower this disk is than the paper's. Reads, planning, the index and copies are real. Because both
-stand on one clock, what overlaps in a real engine overlaps here.
+run on one clock, what overlaps in a real engine overlaps here.
 
 Choosing rows is computed for real, but before the clock starts (`planned.py`): its processor time
-here says nothing of a GPU's.
+here says nothing about a GPU's.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _SPUN: Final = bytes(64 << 10)
 class Roofline:
     """A device: the larger of arithmetic and memory time, each at a stated efficiency.
 
-    `step_s`: what every layer costs besides (launches, and on a CPU the interpreter); `score_s`
-    likewise what each choice of rows costs; `request_s` each request, before anything is read, and
-    `beside_s` beside its first reads.
+    `step_s`: what every layer costs besides (launches, and on a CPU the interpreter); `score_s`:
+    the same for each choice of rows; `request_s`: for each request, before anything is read;
+    `beside_s`: for each request, beside its first reads.
     """
 
     name: str
@@ -56,7 +56,7 @@ A100: Final = Roofline("A100-80G", 312e12, 2.039e12, 0.5, 0.7, step_s=60e-6, sco
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Seconds of a shape's parts on a device. Pure arithmetic; one prompt."""
+    """Seconds of the parts of a shape's forward on a device. Pure arithmetic; one prompt."""
 
     shape: Shape
     device: Roofline
@@ -70,13 +70,13 @@ class Compute:
         return self.device.step_s + self.device.seconds(flops, weights + n_rows * s.row_bytes)
 
     def attend(self, n_new: int, n_rows: int) -> float:
-        """What of `layer` cannot begin before n_rows rows are there: attention and all behind."""
+        """The part of `layer` that needs n_rows rows to be there: attention and all after it."""
         s = self.shape
         before = s.hidden * (s.hidden + 2 * s.n_kv_heads * s.head_dim)
         return self.layer(n_new, n_rows) - self.device.seconds(2.0 * n_new * before, 2 * before)
 
     def project(self, n_new: int) -> float:
-        """The query, key and value of the new tokens: what `layer` can do before."""
+        """The query, key and value of the new tokens: the part of `layer` before that."""
         return self.layer(n_new, 0) - self.attend(n_new, 0)
 
     def score(self, n_new: int, n_tokens: int, n_heads: int, n_bytes: float) -> float:
@@ -104,15 +104,15 @@ class Compute:
 class Clock:
     """Waits of emulated compute. `dilation` stretches them; 0 lets them pass at once (warming).
 
-    They spin, as CUDA's do where nobody says otherwise, and as busy as a processor that computes:
-    one that sleeps goes idle, and what is read and planned behind the wait then comes late
+    They spin, as CUDA's do by default, and keep a processor as busy as computing does: one that
+    sleeps goes idle, and what is read and planned after the wait then comes late
     (docs/decisions/0027).
     """
 
     def __init__(self, dilation: float) -> None:
         self.dilation = dilation
         self.spent_s = 0.0  # since `start`
-        self.stated_s = 0.0  # of these, that were asked for: threads that read hold the interpreter
+        self.stated_s = 0.0  # of these, those asked for: threads that read hold the interpreter
 
     def start(self) -> float:
         self.spent_s = self.stated_s = 0.0
@@ -124,11 +124,11 @@ class Clock:
         until = begin + seconds * self.dilation
         while (left := until - time.perf_counter()) > 0:
             if left > 50e-6:
-                zlib.crc32(_SPUN)  # lets go of the interpreter, as what computes does
+                zlib.crc32(_SPUN)  # releases the interpreter, as computing does
         self.stated_s += seconds * self.dilation
         self.spent_s += time.perf_counter() - begin
 
 
 def dilation_of(disk_gb_s: float) -> float:
-    """How much longer compute takes here, so that it stands to this disk as the paper's to its."""
+    """How much longer compute takes here, so that compute is to disk what it is in the paper."""
     return PAPER_DISK_GB_S / disk_gb_s

@@ -1,10 +1,10 @@
 """Compute that is there: the kernels that `clock.py` only waits for, on a CUDA device.
 
-Weights are drawn, of so few layers as a device has room for beside anything; what a request asks
-is what `generate.py` makes of its number. Rows come as an engine gets them: to host memory, then up
-in one copy a layer and plane, and from there into attention. Who looks at all keys to choose gets
-them on the device first, and the chosen ones are taken there. Kernels are torch's own, unfused:
-nothing is compiled or captured.
+Weights are drawn, for so few layers that a device has room for them beside anything; what a request
+asks is what `generate.py` makes of its number. Rows come as an engine gets them: to host memory,
+then up to the device in one copy per layer and plane, and from there into attention. A policy that
+looks at all keys to choose gets them on the device first, and the chosen ones are taken there.
+Kernels are torch's own, unfused: nothing is compiled or captured.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
 from impress.selection.quant import n_scales, packed_bytes, unpack_codes
 
-#: Layers whose weights are there; more go by turns. None fits a cache of the device's.
+#: Layers that have weights; more layers take turns at these. None fits a cache of the device's.
 _N_WEIGHTS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class OnDevice(Around):
-    """`inner`, which is given all keys on the device, where it looks at them; `spend` is told the
-    seconds that choosing took, reads and copies taken out. `importance`: of rows by layer, as if
-    they had been stored with it."""
+    """`inner`, which is given all keys on the device where it looks at them; `spend` is told the
+    seconds that choosing took, without reads and copies. `importance`: that of rows, by layer, as
+    if it had been stored with them."""
 
     importance: Mapping[int, Any]
     up: Callable[[torch.Tensor], torch.Tensor]
@@ -74,7 +74,7 @@ class Cuda:
         self, shape: Shape, n_layers: int, prefixes: Sequence[Prefix], knobs: Knobs,
         device: str = "cuda",
     ) -> None:  # fmt: skip
-        """`device`: another one of torch's, for tests."""
+        """`device`: tests give another one of torch's."""
         self.shape = shape
         self.key_rows: Callable[[], Any] = in_order
         self.spent_s = self.stated_s = 0.0
@@ -92,13 +92,13 @@ class Cuda:
         future = torch.ones(N_NEW, N_NEW, dtype=torch.bool, device=self._device).triu(1)
         self._future = future.repeat(shape.n_heads // shape.n_kv_heads, 1)
         self._given: dict[int, Mapping[int, Any]] = {}  # by the seeds of prefixes
-        self._scored: Any = None  # all keys of the layer that rows were last chosen of by them
+        self._scored: Any = None  # all keys of the layer in which rows were last chosen by them
         self._h: Any = None  # [n, hidden]: of the tokens computed
         self._new: Any = None  # queries, keys, values of a layer's new tokens
         self.forward_s(longest - N_NEW)  # libraries set themselves up at first use
 
     def pace(self, dilation: float) -> None:
-        """It takes what it takes."""
+        """Nothing: it takes what it takes."""
 
     def start(self) -> float:
         self._wait()
@@ -107,7 +107,7 @@ class Cuda:
         return time.perf_counter()
 
     def beside(self) -> None:
-        """Nothing goes on beside that."""
+        """Nothing goes on beside the reads."""
 
     def forward(self, layer: int, n_tokens: int) -> None:
         if self._h is None:
@@ -184,7 +184,7 @@ class Cuda:
         return tuple(self._draw(*shape).mul_(shape[0] ** -0.5) for shape in shapes)
 
     def _projected(self, layer: int) -> tuple[Any, Any, Any]:
-        """Of every token computed [n, heads, head_dim]: query, key, value."""
+        """Query, key and value [n, heads, head_dim] of every token computed."""
         s = self.shape
         normed = functional.layer_norm(self._h, (s.hidden,))
         made = normed @ self._weights[layer % len(self._weights)][0]
@@ -193,7 +193,7 @@ class Cuda:
         return q, k, v
 
     def _rest(self, layer: int, seen: Any) -> None:
-        """Behind attention: `seen` [n_heads, n, head_dim]."""
+        """The layer after attention: `seen` [n_heads, n, head_dim]."""
         _, out, up, down = self._weights[layer % len(self._weights)]
         h = self._h + seen.transpose(0, 1).reshape(len(self._h), -1) @ out
         wide = functional.layer_norm(h, (self.shape.hidden,)) @ up
@@ -207,7 +207,7 @@ class Cuda:
     def _seen(self, q: Any, k: Any, v: Any, new_k: Any, new_v: Any) -> Any:
         """Attention of the new tokens to rows and to themselves: [n_heads, N_NEW, head_dim].
 
-        Written out: a query of a few tokens on all rows is what memory bounds, in any order.
+        Written out: a query of a few tokens on all rows is bound by memory, in any order.
         """
         s = self.shape
         k, v = torch.cat((k, new_k), 1), torch.cat((v, new_v), 1)
@@ -236,14 +236,14 @@ class Cuda:
     # ---- between host and device -------------------------------------------------------------
 
     def _up(self, rows: torch.Tensor) -> torch.Tensor:
-        """[heads, m, dim] on the device. Token-major rows go as they lie."""
+        """[heads, m, dim] on the device. Token-major rows are copied as they lie."""
         if rows.device == self._device:
             return rows
         lying: torch.Tensor = rows.transpose(0, 1).to(self._device, non_blocking=True)
         return lying.transpose(0, 1)
 
     def _to_score(self, keys: torch.Tensor) -> torch.Tensor:
-        """All keys of a layer on the device, where the chosen ones of them are taken later."""
+        """All keys of a layer on the device, from which the chosen ones are taken later."""
         keys, rows = self._up(keys), self.key_rows()
         if rows is not None:
             keys = _placed(keys, torch.from_numpy(rows).to(self._device, non_blocking=True))

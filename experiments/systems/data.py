@@ -1,4 +1,4 @@
-"""Prefixes on disk, made once and read by every system: each kind of data in a directory.
+"""Prefixes on disk, made once and read by every system: one directory per kind of data.
 
     plain     rows in position order                          (AS, H2O, IMPRESS without reordering)
     packed    rows by how often the paper's identifier chose them in earlier requests
@@ -34,18 +34,18 @@ from impress.types import Geometry
 from impress.write.writer import Writer
 
 NAMESPACE: Final = "experiments"
-#: Requests a row order is learnt from, of numbers that are never asked again.
+#: Requests that a row order is learnt from; their numbers are never asked again.
 N_EARLIER: Final = 8
 EARLIER: Final = 1_000_000
 _SEGMENT: Final = 128 << 20
-#: Of each kind: the probe record it carries, and who chose the rows it is ordered by.
+#: Kind -> the probe record it carries. (`ordered_by`: who chose the rows it is ordered by.)
 _PROBES: Final = {
     "plain": "heads3-v1", "packed": "heads3-v1", "sketched": "int4-v1", "paged": "pages16-v1",
 }  # fmt: skip
-#: Of these all rows have to be put in the order of their tokens.
+#: Kinds of which all rows have to be put in the order of their tokens.
 PACKED: Final = frozenset({"packed", "sketched"})
 _BITS: Final = {"int8": 8, "int4": 4}
-#: Bytes on disk to one of full keys and values; of all others at most 1.15, with their records.
+#: Bytes on disk per byte of full keys and values; all other kinds take at most 1.15, with records.
 _SHARE: Final = {"int8": 0.6, "int4": 0.35}
 
 
@@ -88,15 +88,15 @@ class Data:
 
     @property
     def n_bytes(self) -> int:
-        """Of full keys and values."""
+        """Bytes of full keys and values."""
         return sum(p.n_tokens for p in self.prefixes) * self.n_layers * self.shape.row_bytes
 
     def prepare(
         self, kinds: Iterable[str], policies: Sequence[Policy], asked: Iterable[tuple[int, int]],
         knobs: Knobs,
     ) -> Choices:  # fmt: skip
-        """Write the kinds that are not there yet; what policies choose for (prefix, request)s, and
-        chose for earlier ones.
+        """Write the kinds that are not there yet. Returns what policies choose for these requests
+        (prefix, request), and chose for earlier ones.
 
         Prefix by prefix, so that each layer's keys are made once.
         """

@@ -18,7 +18,7 @@ from impress.types import Geometry
 
 
 class Question(NamedTuple):
-    """A policy as sessions get it, and what `retrieve` is asked with in a layer: query, scaling
+    """A policy as sessions get it, and what `retrieve` is called with in a layer: query, scaling
     and suffix_lse."""
 
     policy: Policy
@@ -28,8 +28,8 @@ class Question(NamedTuple):
 class Rows(NamedTuple):
     """What a session brought of a layer: k, v [n_kv_heads, m, head_dim], on the host or not.
 
-    `positions`: where they belong, if not where they stand; None: they are in place. `chosen`: k
-    has all rows, which were looked at to choose by, and v those at these positions of it.
+    `positions`: where they belong, if not where they lie; None: they are in place. `chosen`: k then
+    has all rows, which were looked at to choose, and v those at these positions of k.
     """
 
     k: Any
@@ -40,19 +40,19 @@ class Rows(NamedTuple):
 
 
 def in_order() -> None:
-    """Of all keys of a layer which row each is: they come in order."""
+    """Which row each of a layer's keys is: None, as they come in order."""
 
 
 class Device(Protocol):
-    """One request at a time. `spent_s`: since `start`, that it was stood still for; `stated_s`: and
-    of that was asked for. `dilation`: how much longer everything takes than it should."""
+    """One request at a time. `spent_s`: seconds since `start` spent standing still for it;
+    `stated_s`: those asked for. `dilation`: how many times longer all takes than it should."""
 
     key_rows: Callable[[], Any]
-    """Of all keys that a layer was last chosen by, which row each is; None: in order."""
+    """Which row each is of the keys that a layer was last chosen by; None: in order."""
 
     @property
     def shape(self) -> Shape:
-        """Of the model."""
+        """The model's shape."""
 
     @property
     def dilation(self) -> float:
@@ -67,13 +67,13 @@ class Device(Protocol):
         """See above."""
 
     def pace(self, dilation: float) -> None:
-        """Compute so much longer than stated from now on; 0: pass at once."""
+        """From now on take `dilation` times as long as stated; 0: pass at once."""
 
     def start(self) -> float:
-        """A request comes: seconds of the clock."""
+        """Start a request. Returns the clock's seconds."""
 
     def beside(self) -> None:
-        """What goes on beside a request's first reads."""
+        """The compute that goes on beside a request's first reads."""
 
     def forward(self, layer: int, n_tokens: int) -> None:
         """A layer of a prompt that hits nothing."""
@@ -85,23 +85,23 @@ class Device(Protocol):
         """How a request chooses rows under a policy."""
 
     def attend(self, layer: int, rows: Rows) -> float:
-        """The rest of a layer, once its rows have come: they are put where they belong first.
-        Seconds that copies to the device kept this thread."""
+        """The rest of a layer, once its rows have come: they are first put where they belong.
+        Returns the seconds that copies to the device kept this thread."""
 
     def finish(self) -> None:
         """Return when the first token is there."""
 
     def forward_s(self, n_tokens: int) -> float:
-        """Seconds, about, of all layers of a prompt that hits nothing."""
+        """About the seconds that all layers take for a prompt that hits nothing."""
 
 
 class Emulated:
-    """Waits on the clock that real reads run on, of as long as a stated roofline says."""
+    """Waits, as long as a stated roofline says, on the clock that real reads run on."""
 
     def __init__(
         self, compute: Compute, geometry: Geometry, clock: Clock, choices: Choices
     ) -> None:
-        """`choices`: made before, for each request that will choose."""
+        """`choices`: made in advance, for each request that will choose."""
         self.shape = compute.shape
         self.key_rows: Callable[[], Any] = in_order
         self.clock = clock

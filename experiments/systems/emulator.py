@@ -2,11 +2,11 @@
 
 Numbers of this processor are fitted on requests of two lengths: its arithmetic rate on prompts that
 hit nothing; on hits, what they do before their reads begin, what a choice of rows costs, and what
-is neither arithmetic nor reading nor choosing. Then requests of a length between are served twice a
-round: by the Transformers engine, really, and by the emulator, which waits where the engine
-computes and reads the same rows from the same store. What reads and waits that go on beside each
-other come to is fitted nowhere: that is what is asked.
-Where the medians are apart by more than `MOST_ERROR`, the emulated experiments withdraw.
+is none of arithmetic, reading and choosing. Then requests of a length in between are served twice a
+round: for real by the Transformers engine, and by the emulator, which waits where the engine
+computes and reads the same rows from the same store. How long reads and waits take that go on
+beside each other is fitted nowhere: that is the question.
+Where the medians differ by more than `MOST_ERROR`, the emulated experiments withdraw.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHECKPOINT: Final = "specialised"
 #: Document lengths the rates are fitted at, and the one between them that is predicted.
 FITTED: Final = (512, 1536)
 PREDICTED: Final = 1024
-#: Rounds that only fit; and how many of the last ones a fit goes by, since machines change speed.
+#: Rounds that only fit; and how many of the last ones a fit uses, since machines change speed.
 FIRST: Final = 4
 LAST: Final = 5
 _POLICIES: Final[dict[str, Policy]] = {
@@ -82,8 +82,8 @@ def _(policy: Recording, asked: Asked) -> Selection:
 class Hit:
     """What one hit's seconds were spent on, besides looking it up and reading.
 
-    `before_s`: until its reads began; `rest_s`: from then on, what is neither reading nor choosing,
-    the layers' arithmetic among it; `choosing_s`: a layer's, laying its rows down included.
+    `before_s`: until its reads began; `rest_s`: from then on, all but reading and choosing, such as
+    the layers' arithmetic; `choosing_s`: one layer's, including laying its rows down.
     """
 
     selections: list[Selection]
@@ -119,7 +119,7 @@ class Real:
         return cls(engine, empty, shape)
 
     def ttft_s(self, n: int, mode: str) -> float:
-        """One real request of n tokens of document and N_NEW behind."""
+        """One real request: n tokens of a document and N_NEW after them."""
         engine = self.empty if mode == "recompute" else self.engine
         prompt = torch.tensor([[*_tokens(n), *_question()]])
         engine.generate(prompt, max_new_tokens=1, do_sample=False, policy=_POLICIES[mode])
@@ -129,7 +129,7 @@ class Real:
         return request.ttft_ms / 1e3
 
     def hit(self, n: int, mode: str) -> Hit:
-        """One real hit, as `ttft_s`, taken apart."""
+        """One real hit, as in `ttft_s`, broken down."""
         policy = _POLICIES[mode]
         kept: list[tuple[Selection, float]] = []
         asked = Recording(policy, kept, policy.name, policy.probe) if mode in _CHOOSING else policy
@@ -191,14 +191,14 @@ def _question() -> list[int]:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of what is fitted, round by round, so that a busy minute falls on all."""
+    """Seconds of what is fitted, round by round, so that a busy minute affects all."""
 
     dense: dict[int, list[float]] = field(default_factory=dict)
     hits: dict[tuple[str, int], list[Hit]] = field(default_factory=dict)
 
     def one_round(self, real: Real) -> None:
         """Each of them once more."""
-        real.ttft_s(PREDICTED, "recompute")  # not counted: behind the last round's waits it is slow
+        real.ttft_s(PREDICTED, "recompute")  # not counted: after the last round's waits it is slow
         for n in FITTED:
             self.dense.setdefault(n, []).append(real.ttft_s(n, "recompute"))
             for mode in _HITS:
@@ -222,7 +222,7 @@ class Times:
         return found
 
     def _fit(self, real: Real, compute: Compute, mode: str, n: int) -> tuple[float, float, float]:
-        """Of requests of one length: before its reads, beside them, each choice of rows."""
+        """For requests of one length: before the reads, beside them, each choice of rows."""
         hits = self.hits[mode, n]
         rows = [selection.n_rows(n) for selection in hits[-1].selections] or [n]
         forward = sum(compute.layer(N_NEW, m) for m in rows) * real.shape.n_layers / len(rows)
@@ -243,10 +243,9 @@ def _lately(seconds: Sequence[float]) -> float:
 def check(folder: Path, rounds: int) -> list[Row]:
     """Predicted and real milliseconds of each kind of request, and how far they are apart.
 
-    Every round fits once more, then serves each kind really, then emulated: what else the machine
-    does falls on all of it. Real requests follow each other, as those that are fitted do: behind
-    emulated ones the next took a tenth longer. Of the rounds' ratios
-    the median is taken.
+    Every round fits once more, then serves each kind for real, then emulated: other load on the
+    machine affects all of it. Real requests follow each other, as those that are fitted do: after
+    emulated ones the next took a tenth longer. The median of the rounds' ratios is taken.
     """
     torch.set_num_threads(1)
     real = Real.of(folder)

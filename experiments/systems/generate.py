@@ -1,7 +1,7 @@
 """Prefixes whose keys and queries are made from seeds, with knobs.
 
 Keys are independent normal numbers, smooth over a few neighbouring tokens in the dimensions that
-queries look at; half of the dimensions are equal in all heads. Everything else is in the query: of
+queries look at; half of the dimensions are equal in all heads. Everything else is in the query: for
 head h in request r
 
     q = sharpness · √dim · [ √a · (o·e + √(1−o²)·u_r)  |  √(1−a) · (o·e + √(1−o²)·u_rh) ]
@@ -10,8 +10,8 @@ head h in request r
 e is one fixed direction, the popularity of the prefix's rows, whose ranks follow Zipf's law; u are
 directions drawn for each request. Query heads that share keys (GQA) have dimensions of their own in
 these: trained ones do not look at the same rows either. a is how much heads agree, o how far a
-request's choices follow the average order, sharpness the exponent of the law. What that makes of
-the gate is measured: rows of a report have `fell_back`. That overlaps follow o is tested
+request's choices follow the average order, sharpness the exponent of the law. Their effect on the
+gate is measured: rows of a report have `fell_back`. A test checks that overlaps follow o
 (`overlap_with_average`).
 """
 
@@ -95,8 +95,8 @@ class Prefix:
     def _views(self, rng: Any, n_views: int) -> Floats:
         """[n_tokens, n_views, 1 + topics]: popularity first; smooth over neighbours.
 
-        What is important together begins anywhere: where chunks begin, position order would be
-        packed already.
+        Runs of rows that are important together begin anywhere: if they began where chunks do,
+        position order would be packed already.
         """
         n, smooth = self.n_tokens, self.smooth
         shape = (n_views, 1 + topics_of(self.shape))
@@ -127,7 +127,7 @@ class Prefix:
         view[:, 0] = along
         view[:, 1 : 1 + topics] = across * _unit(rng, 1, topics)
         heads = np.arange(s.n_heads)
-        own = half + heads % (s.n_heads // s.n_kv_heads) * (1 + topics)  # where each one's begin
+        own = half + heads % (s.n_heads // s.n_kv_heads) * (1 + topics)  # where each head's begin
         view[heads, own] = along
         at = own[:, None] + np.arange(1, 1 + topics)
         view[heads[:, None], at] = across * _unit(rng, s.n_heads, topics)
@@ -140,7 +140,7 @@ class Prefix:
         return torch.from_numpy(rows).to(getattr(torch, s.dtype))
 
     def suffix_lse(self, request: int, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """What the request's own tokens take of the softmax."""
+        """The part of the softmax that the request's own tokens take."""
         s = self.shape
         rng = np.random.default_rng([self.seed, 4, request, layer])
         keys = rng.standard_normal((s.n_kv_heads, N_NEW, s.head_dim), dtype=np.float32)
@@ -173,10 +173,10 @@ def _unit(rng: Any, n: int, dims: int) -> Floats:
 
 
 def overlap_with_average(chosen: list[npt.NDArray[np.int64]], n_tokens: int) -> float:
-    """Mean share of each choice that is among as many rows first in the average order.
+    """Mean share of each choice that is among as many top rows of the average order.
 
     The average order ranks rows by how many of the choices hold them: the order that repacking
-    goes by. Needs two choices at least.
+    uses. Needs at least two choices.
     """
     counts = np.zeros(n_tokens, dtype=np.int64)
     for positions in chosen:

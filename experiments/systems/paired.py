@@ -1,4 +1,4 @@
-"""Systems set against each other on the same requests: how many times one takes of another."""
+"""Systems set against each other on the same requests: one's time as a multiple of another's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-#: What times are compared by -> of drawn requests [draws, requests], one value a draw.
+#: What times are compared by -> its value per draw, of drawn requests [draws, requests].
 _OF: Final[dict[str, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]]] = {
     "p50_ms": lambda drawn: np.median(drawn, axis=1),
     "p90_ms": lambda drawn: np.percentile(drawn, 90, axis=1),
@@ -41,15 +41,15 @@ def end_of(figure: str, end: str) -> str:
 
 
 def each_ms(row: Mapping[str, Any]) -> npt.NDArray[np.float64]:
-    """Of every request, in the order in which all systems of the cell served them."""
+    """Every request's time, in the order in which all systems of the cell served them."""
     return np.array(row["each_ms"].split(), dtype=np.float64)
 
 
 def times(one: Mapping[str, Any], other: Mapping[str, Any], of: str = "p50_ms") -> Times:
-    """`one` ÷ `other`, two rows of a cell; of what requests are not kept (I/O), no interval.
+    """`one` ÷ `other`, two rows of a cell; no interval for times that requests do not keep (I/O).
 
-    Requests are drawn for both together, so that what is hard for both leaves the ratio alone;
-    those that followed each other in a row, whole.
+    Requests are drawn for both together, so that one that is hard for both leaves the ratio alone;
+    those that followed each other in a row are drawn whole.
     """
     ratio = float(one[of] / other[of]) if other[of] else float("inf")
     if of not in _OF or not {"each_ms"} <= one.keys() & other.keys():
@@ -60,9 +60,9 @@ def times(one: Mapping[str, Any], other: Mapping[str, Any], of: str = "p50_ms") 
 
 
 def shares_added(steps: Sequence[Mapping[str, Any]], of: str = "p50_ms") -> list[Times]:
-    """Of what the last of these rows is faster by than the first: what each step from one to the
-    next adds, as a share of it; below 0 where it costs. Intervals as those of `times`. None of them
-    where the last is no faster."""
+    """What each step from one row to the next adds, as a share of the time by which the last row is
+    faster than the first; below 0 where a step costs time. Intervals are as those of `times`. None
+    of them where the last row is no faster."""
     ms = np.array([float(row[of]) for row in steps])
     if ms[-1] >= ms[0]:
         return []
@@ -78,9 +78,9 @@ def shares_added(steps: Sequence[Mapping[str, Any]], of: str = "p50_ms") -> list
 
 def worst_of(systems: Mapping[str, Mapping[str, Any]], of: str = "p50_ms") -> Times | None:
     """The chosen mode's time ÷ the best of recomputing, exact and sparse, in a cell. `of`: p50, or
-    the mean, which is what it goes by; reports of before it was noted have none.
+    the mean, which is what the mode is chosen by; older reports lack it.
 
-    Which of the three is the best is found in each draw anew.
+    Which of the three is the best is found again in each draw.
     """
     rows = [systems.get(name, {}) for name in ("auto", *THREE)]
     if any(of not in row for row in rows):
@@ -94,8 +94,8 @@ def worst_of(systems: Mapping[str, Mapping[str, Any]], of: str = "p50_ms") -> Ti
 
 
 def worst_without_one(systems: Mapping[str, Mapping[str, Any]], of: str) -> float | None:
-    """`worst_of` at the worst without some one request (or row of those in a row): a rival that
-    stood still once is no reason to call the chosen mode as good."""
+    """The worst of `worst_of` with any one request (or row of those in a row) left out: a rival
+    that stood still once is no reason to call the chosen mode as good."""
     found = worst_of(systems, of)
     if found is None or found.low is None:
         return None if found is None else found.ratio
@@ -115,7 +115,7 @@ def _in_rows(rows: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.float64]:
 
 
 def _drawn(rows: Sequence[Mapping[str, Any]], of: str) -> list[npt.NDArray[np.float64]]:
-    """For each system, what its time is in a thousand draws of requests, the same for all."""
+    """Each system's time in a thousand draws of requests, the same draws for all."""
     ms = _in_rows(rows)
     n = ms.shape[1]
     drawn = ms[:, np.random.default_rng(0).integers(n, size=(1000, n))]

@@ -1,9 +1,9 @@
 """Choices made before the clock starts, and a policy that hands them out at the right moment.
 
 A session under `Planned` does all that one under the real policy does: it reads the same records,
-the same keys, the same rows. Only scoring takes no processor time; instead a wait of what scoring
-would take on the stated device is spent at the same place. That the choices are those of the real
-policy is tested (tests/test_systems.py).
+the same keys, the same rows. Only scoring takes no processor time; in its place is a wait as long
+as scoring would take on the stated device. A test checks that the choices are those of the real
+policy (tests/test_systems.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Choices = dict[tuple[Policy, int, int], list[Selection]]
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """A policy that has another read what it reads, and chooses in a way of its own."""
+    """A policy that reads what another reads, and chooses in a way of its own."""
 
     inner: Policy
 
@@ -109,7 +109,7 @@ def _this(keys: Any) -> Any:
 
 
 def given_importance(prefix: Prefix, layer: int, keys: Any, knobs: Knobs) -> Any:
-    """What the prompt's last rows attended to when it was stored: a request of its own."""
+    """What the prompt's last rows attended to when it was stored, as a request of its own."""
     query = prefix.query(LAST_ROWS, layer, knobs)
     lse = prefix.suffix_lse(LAST_ROWS, layer, query)
     per_kv = len(query) // len(keys)

@@ -1,8 +1,8 @@
 """Everything of a prefix in 8 or 4 bits, read in sequence: the rival that chooses nothing.
 
-Rows are quantised per token and head, a float16 scale to 32 dimensions, written to a segment of
-their own and read by the very sessions, caches and threads that serve full rows: only the width of
-a row differs, and that prefixes are found by number: no look-up is paid. Dequantising is the
+Rows are quantised per token and head, with a float16 scale per 32 dimensions, written to a segment
+of their own and read by the same sessions, caches and threads that serve full rows. Only the width
+of a row differs, and prefixes are found by number, so no look-up is paid. Dequantising is the
 device's work: emulated (`Compute.dequantise`).
 """
 
@@ -50,7 +50,7 @@ _BLOCK: Final = 512
 def row_geometry(geometry: Geometry, bits: int) -> Geometry:
     """Rows of codes and scales, as rows of one head of 16-bit words.
 
-    As long as the padding of their pieces makes them: without it they are read into place.
+    They fill the padding of their pieces: without padding they are read into place.
     """
     dim = geometry.head_dim
     n_bytes = geometry.n_kv_heads * (2 * n_scales(dim, GROUP) + packed_bytes(dim, bits))
@@ -86,7 +86,7 @@ class QuantisedStore:
         self, folder: Path, geometry: Geometry, bits: int, config: Config,
         sources: dict[int, Source] | None = None,
     ) -> None:  # fmt: skip
-        """`sources` of an earlier one in this folder: only to be read."""
+        """`sources`: of an earlier one in this folder, which is then only read."""
         self.geometry = row_geometry(geometry, bits)
         self.bits = bits
         self._wide = geometry

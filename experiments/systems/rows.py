@@ -1,9 +1,9 @@
 """Chosen rows on the disk before and after packing: bytes, requests and seconds of a sparse read.
 
-And of the same requests alone, with nothing planned before and nothing verified after.
+Also of the same requests alone, with nothing planned before and nothing verified after.
 
-Choices are drawn: a row's worth to a request is a mix of its popularity, the same for all requests,
-and of what it is to this one. How far the choices follow the average order is measured.
+Choices are drawn: a row's worth to a request is a mix of its popularity, which is the same for all
+requests, and of a part of this request's. How far choices follow the average order is measured.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _NOWHERE: Final = np.empty(0, dtype=np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A sparse request as the disk saw it: what it wanted, in bytes, and of each layer the reads
-    with their lengths. Where it read to is let go of: what comes next needs that memory."""
+    """A sparse request as the disk saw it: the bytes it wanted, and for each layer the reads with
+    their lengths. The memory it read into is not kept: the next requests need it."""
 
     wanted: int
     layers: list[list[tuple[Read, int]]]
@@ -85,7 +85,7 @@ def choices(
 def _smooth(rng: Any, n: int) -> npt.NDArray[np.float32]:
     alone = rng.standard_normal((n, N_TOKENS), dtype=np.float32)
     runs = rng.standard_normal((n, N_TOKENS // SMOOTH + 2), dtype=np.float32)
-    begins = rng.integers(SMOOTH, size=(n, 1))  # not where chunks do
+    begins = rng.integers(SMOOTH, size=(n, 1))  # not where chunks begin
     together = np.take_along_axis(runs, (np.arange(N_TOKENS) + begins) // SMOOTH, axis=1)
     mixed: npt.NDArray[np.float32] = math.sqrt(0.6) * together + math.sqrt(0.4) * alone
     return mixed
@@ -94,7 +94,7 @@ def _smooth(rng: Any, n: int) -> npt.NDArray[np.float32]:
 def measured_overlap(
     requests: Sequence[Sequence[Positions]], earlier: npt.NDArray[np.float32]
 ) -> float:
-    """Mean share of a choice that is among as many rows first in the average order."""
+    """Mean share of a choice that is among as many top rows of the average order."""
     shares = [
         float(top_k(earlier[layer], len(positions))[positions].mean())
         for request in requests
@@ -114,7 +114,7 @@ class Rows:
 
     @classmethod
     def of(cls, folder: Path, row_bytes: int, earlier: Any, seed: int, window: int = 64) -> Rows:
-        """`row_bytes`: of a row of keys, and as many of values. Raises Unable without room."""
+        """`row_bytes`: of a row of keys; one of values has as many. Raises Unable without room."""
         check_room(folder.parent, 2 * (N_LAYERS * N_TOKENS * 2 * row_bytes + _SEGMENT))
         heads = row_bytes // (2 * HEAD_DIM)
         geometry = Geometry(N_LAYERS, heads, heads, HEAD_DIM)
@@ -146,20 +146,20 @@ class Rows:
         return {"selected": wanted, **row}
 
     def read_all(self, name: str) -> Row:
-        """Every row of every layer, layer by layer as the sparse ones."""
+        """Every row of every layer, layer by layer as sparse requests do."""
         return self._read(name, KeepAll())[0]
 
     def read_alone(self, name: str, plan: Plan, n_slices: int) -> Row:
-        """What a sparse request of before asked of the disk, once more: layer by layer the same
-        bytes, but planned beforehand and neither verified nor put in order.
+        """Repeat what an earlier sparse request asked of the disk: layer by layer the same bytes,
+        but planned beforehand and neither verified nor put in order.
 
-        In so many slices, each sent by a thread, however the request was sliced: a yardstick that
-        is cut as what it is held against moves with it.
+        It is cut into `n_slices`, each sent by a thread, however the request was sliced: a
+        yardstick cut like the thing it is held against would move with it.
         """
         store = self.stores[name]
         sizes = [sum(n_bytes for _, n_bytes in layer) for layer in plan.layers]
-        memory, io_s = aligned(size_class(max(sizes))), 0.0  # of a pool's kind
-        memory.fill(0)  # which has been used before, too
+        memory, io_s = aligned(size_class(max(sizes))), 0.0  # as a pool's
+        memory.fill(0)  # a pool's has been used before, too
         for asked, size in zip(plan.layers, sizes, strict=True):
             at, bare = 0, []
             for read, n_bytes in sorted(asked, key=lambda one: one[0].off):
@@ -203,9 +203,9 @@ class Rows:
 
 
 class _Counted:
-    """Counts the requests a medium is sent while it is entered: afterwards, off the clock.
+    """Counts the requests sent to a medium while it is entered: afterwards, off the clock.
 
-    `layers`: what it was asked for; its caller begins one.
+    `layers`: what was asked of it; the caller begins each layer.
     """
 
     def __init__(self, ssd: Any) -> None:

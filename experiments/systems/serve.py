@@ -44,9 +44,9 @@ Watch = Callable[[int, Any, Any, Any], None]
 class Served:
     """What one request took. Seconds of this machine's clock, emulated compute dilated.
 
-    `io_s`: it stood still for planning, reads and copies, compute taken out; `compute_s`: compute
-    was waited for, and where it is emulated `stated_s` was to be. Bytes as moved, rows
-    as used, by tier; `fell_back`: share of layers whose identifier did not decide.
+    `io_s`: time it stood still for planning, reads and copies, without compute; `compute_s`: time
+    it waited for compute; `stated_s`: where that is emulated, the time it was to wait. Bytes as
+    moved, rows as used, by tier; `fell_back`: share of layers whose identifier did not decide.
     """
 
     ttft_s: float
@@ -79,10 +79,10 @@ class Asking:
 
 
 class Memory:
-    """What systems that serve by turns read into: used again, as one alone finds its own.
+    """Memory that systems serving by turns read into: used again, as one alone uses its own again.
 
-    With memory of its own for each, sixteen took more than a machine of 24 GB has: what one had
-    used was taken for the next, and its reads waited for fresh pages, small ones.
+    With memory of its own for each, sixteen took more than a machine of 24 GB has: pages that one
+    had used were taken for the next, and its reads waited for fresh pages, small ones.
     """
 
     def __init__(self, prepare: Callable[[Bytes], None] | None = None) -> None:
@@ -94,7 +94,7 @@ class Memory:
         self._layers: list[tuple[Any, Any]] = []
 
     def lend(self, store: PrefixStore | QuantisedStore) -> None:
-        """From now on its sessions read into this. None may be open."""
+        """From now on the store's sessions read into this. None may be open."""
         store._reading = replace(store._reading, buffers=self._pool)
         if isinstance(store, PrefixStore):
             store.buffers = self._pool
@@ -124,7 +124,7 @@ class Server:
         self, system: System, device: Device, geometry: Geometry,
         store: PrefixStore | QuantisedStore | None, memory: Memory | None = None,
     ) -> None:  # fmt: skip
-        """`memory`: of those it takes turns with; None: its own, and its store's."""
+        """`memory`: shared with those it takes turns with; None: its own, and its store's."""
         self.system = system
         self.store = store
         if store is not None and memory is not None:
@@ -136,7 +136,7 @@ class Server:
         self.watch: Watch | None = None  # sees what each layer brought; for tests
 
     def serve(self, asking: Asking) -> Served:
-        """The request, to its first token."""
+        """Serve a request to its first token."""
         may_read_all = self.system.auto or isinstance(self.system.policy, Exact)
         outs = None
         if self.store is not None and may_read_all:
@@ -158,23 +158,23 @@ class Server:
         return served
 
     def choose_modes(self, n_tokens: int) -> None:
-        """From now on, where the system does: it knows what the prefixes cost when they came.
-        Idempotent."""
+        """Choose modes from now on, where the system does: it knows what the prefixes cost when
+        they came. Idempotent."""
         if self.system.auto and self._rates is None:
             self._rates = Rates(by_last_use=self.system.eviction == "lru")
             self._rates.note_forward("recompute", n_tokens, self._device.forward_s(n_tokens))
 
     @property
     def behind_bytes(self) -> int:
-        """Read from the SSD behind requests so far, for the caches: chunks of which a request had
-        some rows only. What systems cache that read everything, they have in memory by then."""
+        """Bytes read from the SSD after requests so far, for the caches: chunks of which a request
+        had some rows only. Systems that read everything have what they cache in memory by then."""
         if not isinstance(self.store, PrefixStore):
             return 0
         return self.store.counters["promotion_read_bytes/ssd"]
 
     def settle(self) -> None:
-        """Return when what the request left to do in the background is done: each finds the
-        machine as quiet."""
+        """Return when the work a request left in the background is done: each finds the machine
+        equally quiet."""
         if self.store is not None:
             pool = self.store._pool if isinstance(self.store, PrefixStore) else self.store.pool
             if not pool.idle(60.0):
@@ -187,7 +187,7 @@ class Server:
     # ---- the ways to a first token ---------------------------------------------------------
 
     def _stored(self, lease: Lease) -> Stored:
-        """What the store says of the prefix; of a slice of the layers, told as of all of them."""
+        """What the store says of the prefix; for a slice of the layers, scaled to all of them."""
         n, shape = lease.n_tokens, self._device.shape
         cold, cache = (
             n_bytes * shape.n_layers // self._geometry.n_layers
@@ -207,8 +207,8 @@ class Server:
         return self._rates.choose(own, n_tokens + N_NEW, stored).mode
 
     def _learn(self, rates: Rates, n_tokens: int, stored: Stored, served: Served) -> None:
-        """As an engine on the stated machine does, in its seconds; what a slice of the layers took
-        is told as of all of them."""
+        """Learn as an engine on the stated machine does, in its seconds; what a slice of the layers
+        took is scaled to all of them."""
         times = self._device.shape.n_layers / self._geometry.n_layers / self._device.dilation
         hit = 0 if served.mode == "recompute" else stored.n_tokens
         forward_s = (served.ttft_s - served.io_s) * times
@@ -235,7 +235,7 @@ class Server:
             if isinstance(session, SparseSession):
                 session.keys_as_read = True  # the device has them: it scored them
                 device.key_rows = lambda: session.key_rows
-            waits = time.perf_counter()  # what reads everything is planned and handed over here
+            waits = time.perf_counter()  # reads of everything are planned and handed over here
             session.prefetch(outs if is_whole else None)
             io_s = time.perf_counter() - waits
             device.beside()
@@ -271,7 +271,7 @@ class Server:
 
 
 def chosen_keys(k: Any, v: Any, positions: Any, rows: Any) -> Any:
-    """Of all keys, where all came, those that belong to the rows of v. `rows`: which each is."""
+    """The keys that belong to the rows of v, where all keys came. `rows`: which row each is."""
     if k.shape[1] == v.shape[1]:
         return k
     return k[:, positions] if rows is None else k[:, rows.argsort()[positions]]

@@ -11,7 +11,7 @@ from typing import Final
 
 from impress.types import DTYPES, Geometry
 
-#: Tokens of a window, of every prefix.
+#: Tokens of a window, for every prefix.
 WINDOW: Final = 64
 
 
@@ -40,7 +40,7 @@ class Shape:
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
     def geometry(self, n_layers: int) -> Geometry:
-        """What a store of `n_layers` of it holds."""
+        """The geometry of a store of `n_layers` of it."""
         return Geometry(n_layers, self.n_heads, self.n_kv_heads, self.head_dim, self.dtype)
 
     @property

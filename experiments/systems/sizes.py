@@ -21,15 +21,15 @@ CACHES: Final = {False: 10 << 30, True: 5 << 30}
 MOST_DATA: Final = {False: 2600 << 20, True: 1300 << 20}
 #: Layers of a slice, by `quick`.
 LAYERS: Final = {False: 4, True: 2}
-#: Of a prefix.
+#: Tokens of a prefix, on average.
 MEAN_TOKENS: Final = 5250
 
 
 def n_prefixes(
     shape: str, ratio: int, n_systems: int, *, quick: bool, asked: int | None = None
 ) -> int:
-    """Prefixes of a cell: the data, and n_systems pairs of caches for it, fit the machine. Raises
-    Unable where more are asked for."""
+    """How many prefixes a cell has: the data, and n_systems pairs of caches for it, fit the
+    machine. Raises Unable where more are asked for."""
     one = MEAN_TOKENS * SHAPES[shape].row_bytes * LAYERS[quick]
     most = min(MOST_DATA[quick], CACHES[quick] * ratio // (42 * max(n_systems, 1)))
     fit = max(4, min(24, int(most // one)))
@@ -43,7 +43,7 @@ def data_of(
     asked: int | None = None,
 ) -> Data:  # fmt: skip
     """Plan a cell's data; what the last cell left on disk is removed, unless it is the same.
-    `asked`: of so many prefixes."""
+    `asked`: how many prefixes."""
     n = n_prefixes(shape, ratio, n_systems, quick=options.quick, asked=asked)
     data = Data.of(
         SHAPES[shape], LAYERS[options.quick], n, options.folder / "data", knobs, options.seed
@@ -69,7 +69,7 @@ def same(one: Data, other: Data) -> bool:
 
 
 def stretch(options: Options) -> float | None:
-    """The dilation if the disk's rate was given; None: by what it gives before each round."""
+    """The dilation if the disk's rate was given; None: it follows the rate before each round."""
     return dilation(options) if options.disk.by == "given" else None
 
 
@@ -114,7 +114,7 @@ def how(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class Verdict:
-    """Whether the emulator may be used: asked by every cell, known from the check's."""
+    """Whether the emulator may be used: every cell asks, and the check's cell knows."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -140,8 +140,8 @@ class Verdict:
 def checked(rows: list[Row]) -> tuple[dict[str, float], bool]:
     """(emulator_error where it was checked, whether the experiment is withdrawn).
 
-    Of several runs the worst check that cells were measured behind; where one of them was behind
-    none, the emulator is not checked. Rows of before this was noted: of the checks that are there.
+    Of several runs, the worst check that cells were measured after; where some were measured after
+    none, the emulator is not checked. Older rows do not tell: for them, the worst of all checks.
     """
     behind = [row["emulator_error"] for row in rows if "emulator_error" in row]
     errors = behind or [row["error"] for row in rows if row.get("part") == "check"]
@@ -181,8 +181,8 @@ def meta(
 
 
 def computed_by(options: Options) -> dict[str, str]:
-    """What a cell's parameters say of the device that computes: no cell of another card is taken
-    for it."""
+    """What a cell's parameters say of the device that computes, so that no cell of another card is
+    taken for it."""
     if not is_real(options):
         return {}
     import torch

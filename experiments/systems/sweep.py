@@ -37,9 +37,9 @@ BASE: Final[dict[str, Any]] = {
     "shape": "opt-6.7b", "ratio": 130, "zipf": 0.9, "agreement": Knobs().agreement,
     "overlap": Knobs().overlap, "keep": 0.25, "in_a_row": 1,
 }  # fmt: skip
-#: Seconds, about, by what eight cells of `ttft` took. Of a layer of a request while caches are
-#: warmed; of what one policy chooses of it, before the clock; of a measured request, and of a layer
-#: of it on the paper's disk, which is dilated; of writing a layer of one prefix in one form.
+#: Rough seconds, by what eight cells of `ttft` took. For a layer of a request while caches are
+#: warmed; for one policy's choice in it, before the clock; for a measured request, and for a layer
+#: of it on the paper's disk, which is dilated; for writing a layer of one prefix in one form.
 _WARM_S: Final = 0.02
 _CHOICE_S: Final = 0.012
 _REQUEST_S: Final = 0.05
@@ -68,9 +68,9 @@ def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
     factor = {**BASE, **factors}
     computed = computed_by(plan.options)
     shape = SHAPES[factor["shape"]]
-    if shape.n_kv_heads < shape.n_heads:  # before, those that share keys all looked at the same
+    if shape.n_kv_heads < shape.n_heads:  # earlier, heads sharing keys looked at the same rows
         computed = {**computed, "heads": "apart"}
-    if factor["in_a_row"] > 1:  # before, from when the server was free
+    if factor["in_a_row"] > 1:  # earlier, it ran from when the server was free
         computed = {**computed, "clock": "from the first token before"}
     if plan.names is not None:
         computed = {**computed, "systems": ",".join(plan.names)}
@@ -98,8 +98,8 @@ def estimate(
     systems: Sequence[System], shape: Shape, n_layers: int, n_prefixes: int, load: Load,
     times: float,
 ) -> float:  # fmt: skip
-    """Seconds, about, of a cell: its data written, in an order that earlier choices gave, rows of
-    all requests chosen, caches warmed, requests measured, compute `times` as long."""
+    """Rough seconds of a cell: writing its data in an order that earlier choices gave, choosing
+    rows for all requests, warming caches, measuring requests, with compute `times` as long."""
     kinds = {system.data for system in systems} - {""}
     layers = n_layers * max(shape.row_bytes / SHAPES[BASE["shape"]].row_bytes, 0.4)
     n_warmed = load.n_warm * min(load.most_windows, LEAST_WINDOWS + 1)  # most are flat by then
@@ -108,7 +108,7 @@ def estimate(
     ordered = sum(ordered_by(kind, BASE["keep"]) is not None for kind in kinds)
     n_chosen += ordered * n_prefixes * N_EARLIER
     reading = n_warmed * layers * _WARM_S + load.n_measured * on_the_clock
-    # What recomputes does nothing while others' caches are warmed.
+    # A system that recomputes does nothing while others' caches are warmed.
     forward = Compute(shape, A100).layer(MEAN_TOKENS, 0) * n_layers * times
     recomputing = load.n_measured * (_REQUEST_S + forward)
     served = sum(reading if system.data else recomputing for system in systems)
@@ -153,7 +153,7 @@ def _measure(plan: Plan, factor: Row, n: int, params: Row) -> list[Row]:
 
 
 def _rounds(options: Options, params: Row) -> Rounds:
-    """Where the rounds of a cell are kept, and how far earlier runs came with it."""
+    """Where the rounds of a cell are kept, and how far earlier runs got with it."""
     run: Row = {"seed": options.seed, "quick": options.quick}
     if options.disk.by == "given":
         run["disk_gb_s"] = options.disk.gb_s
@@ -185,7 +185,7 @@ def line(row: Row) -> Row:
 
 
 def ratio(other: float, one: float) -> float:
-    """How many times less the one takes."""
+    """How many times less `one` takes."""
     return float(other / one) if one else float("inf")
 
 

@@ -1,8 +1,8 @@
 """How fast the disk reads just now: emulated compute is stretched by it.
 
-A shared disk gave 1.2 and 3.4 GB/s within half an hour, and whichever of reading and computing is
-said to be the cheaper wins. So it is asked again before every round of requests, with reads as
-large as those of a system that reads everything, of the very files that the systems read.
+A shared disk gave 1.2 and 3.4 GB/s within half an hour, and the rate assumed decides whether
+reading or computing wins. So the disk is measured again before every round of requests, with reads
+as large as those of a system that reads everything, on the very files that the systems read.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Final
 
 from tiers.slots import aligned
 
-#: Bytes of one reading, and of one request of it; threads, as many as a store has.
+#: Bytes of one reading, and of one request in it; as many threads as a store has.
 N_BYTES: Final = 128 << 20
 _REQUEST: Final = 1 << 20
 _THREADS: Final = 8
-#: Readings whose median is the rate: one may have met somebody else's reads.
+#: Readings whose median is the rate: one may have met another's reads.
 _READINGS: Final = 9
 
 
 def _written(file: Path) -> int:
-    """Bytes before the first that were reserved and never written: no disk is asked for those, and
-    a store's last segment, a quarter of it such, read a third faster than the others."""
+    """Bytes before the first that were reserved and never written: no disk is asked for such bytes,
+    and a store's last segment, a quarter of it such, read a third faster than the others."""
     fd = os.open(file, os.O_RDONLY)
     try:
         return os.lseek(fd, 0, os.SEEK_HOLE)
@@ -37,11 +37,11 @@ def _written(file: Path) -> int:
 
 
 class Yardstick:
-    """Sequential reads of files, one file behind the other. For one thread; close it."""
+    """Sequential reads of files, one file after the other. For one thread; close it."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """`files`: those too short for a reading are left out; at least one must not be. So are
-        those with room that nothing was written to yet, unless all are such."""
+        """`files`: those too short for a reading are left out; at least one must not be. Files with
+        room that nothing was written to yet are left out too, unless all are such."""
         long = [file for file in sorted(files) if file.stat().st_size >= N_BYTES]
         assert long, "no file is long enough to be a yardstick"
         self._files = [file for file in long if _written(file) >= N_BYTES] or long
@@ -54,7 +54,7 @@ class Yardstick:
             self.gb_s()
 
     def gb_s(self) -> float:
-        """The rate now: of this reading and the last few the median."""
+        """The rate now: the median of this reading and the last few."""
         file = self._files[self._n % len(self._files)]
         self._n += 1
         fd = os.open(file, os.O_RDONLY | os.O_DIRECT)

@@ -1,7 +1,7 @@
 """Rows of a task as questions: the prompts of EleutherAI's lm-evaluation-harness, word for word.
 
 From its task files super_glue/rte, super_glue/copa, piqa and openbookqa. A choice follows its
-context after one space, which belongs to the choice (of COPA's, two in the harness since 0.4: its
+context after one space, which belongs to the choice (for COPA, two in the harness since 0.4: its
 task and its default put one each). Rows come as SuperGLUE and Hugging Face have
 them, or, for PIQA and OpenBookQA, in llm-foundry's form (query, choices, gold).
 """
@@ -19,7 +19,7 @@ from impress.errors import BadInput
 class Item:
     """One question: text before the answer, the continuations to choose among, the right one.
 
-    `about`: the same of questions about the same thing, which are not independent.
+    `about`: equal for questions about the same thing, which are not independent.
     """
 
     context: str
@@ -33,7 +33,7 @@ class Format:
     """How one task's rows become questions. `normalised`: lm-eval reports acc_norm too.
 
     `config`: the data set's configuration on the Hugging Face hub, None for its only one. `asks`:
-    the splits that lm-eval asks, the first that there is.
+    the splits that lm-eval asks, the first that exists is used.
     """
 
     parse: Callable[[Mapping[str, Any], str], Item]

@@ -12,7 +12,7 @@ from typing import Any, Final
 from experiments.tasks.formats import FORMATS, Format, Item
 from impress.errors import BadInput
 
-#: What the file of a split may be called, without .jsonl; the first that is there.
+#: What the file of a split may be called, without .jsonl; the first that exists is used.
 _SPLITS: Final = {
     "train": ("train",), "validation": ("val", "validation", "dev"), "test": ("test",),
 }  # fmt: skip
@@ -22,7 +22,7 @@ _SPLITS: Final = {
 class Rows:
     """A task's questions; `train` is empty where the data has no such split.
 
-    `asked`: of the `split` that lm-eval asks: of OpenBookQA test, where the data has it.
+    `asked`: those of the `split` that lm-eval asks: for OpenBookQA test, if the data has it.
     """
 
     task: str
@@ -33,7 +33,7 @@ class Rows:
 
 def load(task: str, data: str) -> Rows:
     """Every question of a task. `data`: a folder of train.jsonl and val.jsonl (OpenBookQA:
-    test.jsonl or else that), one file with the questions to ask, or the name of a data set on the
+    test.jsonl else val.jsonl), one file with the questions to ask, or the name of a data set on the
     Hugging Face hub (needs `datasets`).
 
     Raises BadInput naming file, line and field of a row that is malformed, or what is missing.
@@ -85,7 +85,7 @@ def _of_hub(task: str, name: str, form: Format) -> Rows:
         raise BadInput(f"{name}: no such path; for a data set of that name, pip install datasets")
     try:
         from datasets import load_dataset
-    except ImportError as err:  # of what it needs itself: pyarrow
+    except ImportError as err:  # of something it needs itself: pyarrow
         raise BadInput(f"{name}: no such path, and datasets cannot be imported ({err})") from None
     try:
         found: Any = load_dataset(name, form.config) if form.config else load_dataset(name)

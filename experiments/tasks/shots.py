@@ -1,4 +1,4 @@
-"""A shared few-shot prefix, and the questions asked behind it."""
+"""A shared few-shot prefix, and the questions asked after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BETWEEN = "\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The prefix of all questions, and the questions. `shots_from`: the split of the former."""
+    """The prefix of all questions, and the questions. `shots_from`: the split of its shots."""
 
     prefix: str
     items: tuple[Item, ...]
@@ -25,12 +25,12 @@ class Drawn:
 
 
 def draw(rows: Rows, n_shots: int, seed: int, n_items: int | None = None) -> Drawn:
-    """n_shots answered questions of the train split by chance, the same before every question.
+    """n_shots answered questions drawn from the train split, the same before every question.
 
-    Without a train split they come from the split that is asked. What is about the same thing as a
-    shot is not asked. n_items: ask only so many, by chance. lm-eval draws other shots for each
-    question; a stored prefix is one for all. Raises BadInput where there are too few rows, or none
-    asked for.
+    Without a train split they come from the split that is asked. Questions about the same thing as
+    a shot are not asked. n_items: ask only this many, drawn. lm-eval draws other shots for each
+    question; a stored prefix is the same for all. Raises BadInput where there are too few rows, or
+    none are asked for.
     """
     if n_shots < 1:
         raise BadInput(f"shots: at least 1 makes a prefix, got {n_shots}")

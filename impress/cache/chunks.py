@@ -1,4 +1,4 @@
-"""Copies of chunks in a fast tier: which are there, which go when room is needed.
+"""Copies of chunks in a fast tier: which are there, and which go when room is needed.
 
 A copy is found by (span, layer, window). Entries are rows of arrays, so a layer's worth of
 windows is looked up and pinned without a Python loop.
@@ -25,15 +25,15 @@ Mask = npt.NDArray[np.bool_]
 _ABSENT = -1
 
 #: A newcomer's rank (log2 of its score or its uses) must beat what it drives out by this, 9 % of
-#: a score: of equals that take turns the first to come stays, until it has not been used for long.
+#: a score: of equals taking turns, the first to come stays until it has not been used for long.
 MARGIN: Final = 0.125
 
 
 class ChunkCache:
     """A byte budget of chunk copies. Thread-safe; eviction is a drop, home always has the bytes.
 
-    What goes first has the least rank, by `lru` none, then the oldest last use. A heap holds
-    exactly the copies that may go: ready, not pinned.
+    The copy of least rank goes first (under `lru` none has a rank), then that of the oldest last
+    use. A heap holds exactly the copies that may go: ready, not pinned.
     Entry i is bytes [i·chunk, (i+1)·chunk) of the arena: the pieces of each of `planes`, one
     plane after the other. Filling -> ready -> (pinned while copied out) -> dropped.
     """
@@ -80,8 +80,8 @@ class ChunkCache:
         """Entries of windows [first, first + count), _ABSENT (-1) where there is no copy.
 
         Those found are pinned until `unpin`; those of `used` [count] (None: all) count as used.
-        `noted`: what is returned is added as it is pinned, so that Ctrl-C leaves none that nobody
-        knows of.
+        `noted`: the array returned is added as it is pinned, so that Ctrl-C leaves no pins that
+        nobody knows of.
         """
         with self._lock:
             table = self._maps.get(span)
@@ -97,15 +97,15 @@ class ChunkCache:
             self._tick += 1
             self._used[there if used is None else found[used & (found >= 0)]] = self._tick
             self._pins[there] += 1
-            if noted is not None:  # no signal comes between: that is looked for behind calls
+            if noted is not None:  # no signal comes between: they are looked for after calls
                 noted += [found]
             self._heap.discard(there)
             return found
 
     def unpin(self, entries: Ids, which: Mask | None = None, *, drop: bool = False) -> None:
-        """All of these, or `which` of them, which become _ABSENT: what an exception cut off, the
-        next call with the same array does. `drop`: they are elsewhere, too; the last reader frees
-        them."""
+        """Unpin all of these, or `which` of them; they become _ABSENT, so that the next call with
+        the same array does what an exception cut off. `drop`: they are elsewhere, too; the last
+        reader frees them."""
         if not (entries >= 0).any():  # most of a cold prefix: no lock for that
             return
         with self._lock:
@@ -115,7 +115,7 @@ class ChunkCache:
                 self._forget(ids[self._owner[ids, 0] >= 0])
             idle = ids[self._pins[ids] == 1]
             self._file(idle[self._owner[idle, 0] >= 0])
-            dropped = idle[self._owner[idle, 0] < 0]  # while it was read: its last reader frees it
+            dropped = idle[self._owner[idle, 0] < 0]  # while being read: its last reader frees it
             self._pins[ids] -= 1
             entries[mine] = _ABSENT  # no signal comes between
             self._free_or_file(dropped)
@@ -143,13 +143,13 @@ class ChunkCache:
             return 0 if table is None else int((table[:, first : first + count] >= 0).sum())
 
     def room(self, ranks: Ranks) -> int:
-        """How many of newcomers with these ranks, highest first, `admit` would grant now. Pure."""
+        """How many newcomers with these ranks, highest first, `admit` would grant now. Pure."""
         with self._lock:
             free, n = self.tier.usage().free // self.chunk_bytes, len(ranks)
             if not self.by_rank or n <= free:
                 return int(min(n, free + len(self._heap)))
             least = self._rank[self._heap.items()]
-        # Out here: of a large cache it takes milliseconds, and requests wait for the lock to pin.
+        # Without the lock: for a large cache it takes milliseconds, and requests need it to pin.
         if n - free < len(least):
             least = np.partition(least, n - free)[: n - free]
         least = np.sort(least)
@@ -162,9 +162,9 @@ class ChunkCache:
         """Take entries for these windows of a layer; (windows, entries) granted, to be filled.
 
         Windows that have an entry are left out. Makes room by dropping the least of those that
-        nobody reads, by rank only where a newcomer's of `ranks` beats it; grants fewer, those of
-        the highest ranks, when there is not enough. `publish` or `abandon` follows. `noted`: the
-        entries are added as they are taken, so that Ctrl-C leaves none that nobody knows of.
+        nobody reads, by rank only those that a newcomer's of `ranks` beats; when there is not
+        enough, grants fewer, those of the highest ranks. `publish` or `abandon` follows. `noted`:
+        the entries are added as they are taken, so that Ctrl-C leaves none that nobody knows of.
         """
         if ranks is None:
             ranks = np.zeros(len(windows))
@@ -197,7 +197,7 @@ class ChunkCache:
                 self._file(entries[self._ready[entries] & (self._pins[entries] == 0)])
 
     def important_share(self) -> float | None:
-        """Mean share of important rows of the chunks here; None where none is known of."""
+        """Mean share of important rows of the chunks here; None where none is known."""
         with self._lock:
             shares = self._share[self._owner[:, 0] >= 0]
             shares = shares[~np.isnan(shares)]
@@ -205,8 +205,8 @@ class ChunkCache:
 
     def publish(self, entries: Ids) -> None:
         """Filled: from now on they are found, and become _ABSENT in the caller's array. Those
-        dropped with their span meanwhile are freed. Where an exception comes in between, all are
-        abandoned, or by the caller."""
+        dropped with their span meanwhile are freed. If an exception comes in between, all are
+        abandoned, here or by the caller."""
         try:
             with self._lock:
                 self._tick += 1
@@ -215,7 +215,7 @@ class ChunkCache:
                 kept, gone = mine[owned], mine[~owned]
                 self._used[kept] = self._tick
                 self._file(kept)
-                self._ready[mine] = True  # of nobody, and ready: yet to be freed
+                self._ready[mine] = True  # ready without an owner: yet to be freed
                 entries[:] = _ABSENT  # no signal came between
                 self._free_or_file(gone)
         except BaseException:  # no memory, Ctrl-C
@@ -223,13 +223,13 @@ class ChunkCache:
             raise
 
     def abandon(self, entries: Ids) -> None:
-        """Never filled: take them out again. They become _ABSENT: what an exception cut off, the
-        next call with the same array does."""
+        """Never filled: take them out again. They become _ABSENT, so that the next call with the
+        same array does what an exception cut off."""
         try:
             with self._lock:
                 mine = entries[entries >= 0]
                 self._forget(mine[self._owner[mine, 0] >= 0])
-                self._ready[mine] = True  # of nobody, and ready: yet to be freed
+                self._ready[mine] = True  # ready without an owner: yet to be freed
                 entries[:] = _ABSENT  # no signal came between
                 self._free_or_file(mine)
         except BaseException:  # no memory, Ctrl-C
@@ -239,7 +239,7 @@ class ChunkCache:
 
     def fill(self, entry: int, plane: int, data: Bytes, pieces: Sums) -> None:
         """Copy one plane of a chunk in. The entry is this caller's until published. `pieces`: the
-        sums of data's, [pieces], that it has been compared with; nobody else may write to it."""
+        sums, [pieces], that data has been compared with; nobody else may write to data."""
         self.tier.write(self.slot(entry), self._offs[plane], data)
         self.sums.keep(entry, plane, data, pieces)
 
@@ -301,7 +301,7 @@ class ChunkCache:
             windows, ranks = windows[absent], ranks[absent]
         entries, kept = self._take(ranks, taken)
         windows, ranks = windows[kept], ranks[kept]
-        table = self._maps.get(span)  # by now: the last copy of it may have been driven out
+        table = self._maps.get(span)  # again: the last copy of it may have been driven out
         if table is None:
             table = np.full((self._n_layers, n_windows), _ABSENT, dtype=np.int64)
         owners = np.empty((len(windows), 3), dtype=np.int64)
@@ -336,7 +336,7 @@ class ChunkCache:
         return np.array(taken, dtype=np.int64), np.sort(kept[: len(taken)])
 
     def _file(self, entries: Ids) -> None:
-        """These may go; with what they are worth now."""
+        """These may go; filed under what they are worth now."""
         ranks = self._rank[entries] if self.by_rank else 0.0
         self._heap.put(entries, ranks, self._used[entries])
 
@@ -357,7 +357,7 @@ class ChunkCache:
             raise
 
     def _refile(self) -> None:
-        """What an exception cut off: what is found yet may go later, the rest is freed."""
+        """Finish what was cut off: copies that are still found may go later, the rest is freed."""
         idle, owned = self._ready & (self._pins == 0), self._owner[:, 0] >= 0
         self._file(np.setdiff1d(np.flatnonzero(idle & owned), self._heap.items()))
         self._free(np.flatnonzero(idle & ~owned))
@@ -375,7 +375,7 @@ class ChunkCache:
 
     def _free(self, entries: Ids) -> None:
         self._heap.discard(entries)
-        self._ready[entries] = True  # of nobody, and ready: yet to be freed
+        self._ready[entries] = True  # ready without an owner: yet to be freed
         before = self.tier.usage().used
         try:
             for entry in entries.tolist():

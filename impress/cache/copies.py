@@ -37,7 +37,7 @@ class Copies:
         if config.hbm_bytes:
             budgets = {"hbm": config.hbm_bytes, **budgets}
         on_device = config.hbm_device == "cuda"
-        self._reached = on_device and config.hbm_bytes > 0  # by a device: what is read into
+        self._reached = on_device and config.hbm_bytes > 0  # whether a device reaches read buffers
         self.emulated = ("hbm",) if config.hbm_bytes and not on_device else ()
         media = {"dram": DramTier, "hbm": HbmTier if on_device else DramTier}
         self.chunks = tuple(
@@ -55,7 +55,7 @@ class Copies:
             self.probes[plane, size] = ChunkCache(share, {plane: size}, geometry.n_layers)
 
     def buffers(self) -> BufferPool:
-        """Page-aligned memory for whoever reads, sessions and engines."""
+        """Page-aligned memory for all that read: sessions and engines."""
         pool = BufferPool(None)
         if self._reached:
             pool.prepare = for_current_device()
@@ -74,13 +74,13 @@ class Copies:
             cache.clear()
 
     def close(self, *, idle: bool) -> None:
-        """Let go of a device's memory; `idle`: no thread is at work any more. One that is may still
-        copy: then it stays."""
+        """Let go of a device's memory. `idle`: no thread is at work any more. If one is, it may
+        still copy, and the memory stays."""
         for cache in self._all() if idle else ():
             cache.close()
 
     def usage(self) -> dict[str, Usage]:
-        """By tier; DRAM's with its probe records."""
+        """By tier; DRAM's includes its probe records."""
         found = {cache.tier.name: cache.tier.usage() for cache in self.chunks}
         for cache in self.probes.values():
             more = zip(found["dram"], cache.tier.usage(), strict=True)
@@ -100,7 +100,7 @@ class Copies:
         return {cache.tier.name: cache.evictions for cache in self.chunks}
 
     def important_share(self) -> dict[str, float | None]:
-        """By tier: the mean share of important rows of its chunks; None where none is known of."""
+        """By tier: the mean share of important rows of its chunks; None where none is known."""
         return {cache.tier.name: cache.important_share() for cache in self.chunks}
 
     def occupancy(self) -> dict[str, dict[int, int]]:
@@ -113,13 +113,13 @@ class Copies:
 
 
 def _with_fallback(codec: ProbeCodec) -> list[ProbeCodec]:
-    """What may make a codec's records: itself, and what stands in until it has parameters."""
+    """Codecs that may make a codec's records: itself, and its stand-in until it has parameters."""
     again = fitted(codec)
     return [codec] if again is None else [codec, codec_of(again.fallback)]
 
 
 def check_budgets(config: Config, geometry: Geometry, window: int) -> None:
-    """Raises ConfigError where HBM, DRAM, or what is written with, cannot hold one chunk.
+    """Raises ConfigError where HBM, DRAM, or the write buffer, cannot hold one chunk.
 
     Unsupported where there is no such device, MediumError where the system grants no such memory.
     """

@@ -13,8 +13,8 @@ Scores = npt.NDArray[np.float64]
 #: Score, tie, item, serial.
 Entry = tuple[float, int, int, int]
 
-#: Stale entries are swept out when there are more than twice as many entries as valid ones, and so
-#: many.
+#: Stale entries are swept out when there are more than twice as many entries as valid ones, and
+#: this many more.
 _SLACK: Final = 64
 _NONE: Final = -1
 
@@ -23,9 +23,9 @@ class MinHeap:
     """Which of the items 0 … capacity - 1 that are in it has the least (score, tie).
 
     Lazy, so that whole arrays of items come, go and rise without a Python loop. An item has at
-    most one valid entry in the heap, filed under a key that was its own once and is never above
-    its key now: a fall files a new entry, a rise or a departure only changes the arrays, and the
-    entry is put right when it comes to the top. It stays valid while its item is out: most come
+    most one valid entry in the heap, filed under a key that the item once had and that is never
+    above its key now: a fall files a new entry, a rise or a departure only changes the arrays, and
+    the entry is put right when it comes to the top. It stays valid while its item is out: most come
     back. Not thread-safe.
     """
 
@@ -39,7 +39,7 @@ class MinHeap:
         self._entries: list[Entry] = []
         self._serial = 0
         self._n = 0
-        self._n_valid = 0  # entries; about, where an exception came between: it says when to sweep
+        self._n_valid = 0  # entries; roughly, after an exception: it only says when to sweep
 
     def __len__(self) -> int:
         return self._n
@@ -49,7 +49,7 @@ class MinHeap:
         return np.flatnonzero(self._in)
 
     def put(self, items: Ids, scores: Scores | float, ties: Ids) -> None:
-        """Take items in, or give those that are in new keys. Each at most once."""
+        """Take items in, or give new keys to those that are in. Each at most once."""
         self._score[items] = scores
         self._tie[items] = ties
         score, filed = self._score[items], self._filed_score[items]
@@ -68,7 +68,7 @@ class MinHeap:
         self._in[items] = False
 
     def take(self, n: int) -> Ids:
-        """The n least (fewer when there are not so many), in order, taken out."""
+        """Take out and return the n least (fewer when there are not so many), in order."""
         taken: list[int] = []
         while len(taken) < n and self._settle():
             item = self._entries[0][2]
@@ -105,7 +105,7 @@ class MinHeap:
         return False
 
     def _refile(self, item: int) -> None:
-        """A valid entry of it as it stands now; its one before is stale."""
+        """File a valid entry of the item as it is now; the one before is stale."""
         score, tie = float(self._score[item]), int(self._tie[item])
         serial = self._serial + 1
         heapq.heappush(self._entries, (score, tie, item, serial))  # first: there may be no memory
@@ -115,7 +115,7 @@ class MinHeap:
         self._filed_score[item], self._filed_tie[item] = score, tie
 
     def _sweep(self) -> None:
-        """Without the stale ones. Not those of items that are out: while a request has most of a
+        """Drop the stale ones, but not those of items that are out: while a request has most of a
         cache pinned, each of its layers that came back would be filed again, chunk by chunk."""
         entries = [e for e in self._entries if e[3] == self._filed[e[2]]]
         heapq.heapify(entries)

@@ -13,9 +13,9 @@ Levels = npt.NDArray[np.uint8]
 
 
 def levels_of(entries: Sequence[Ids]) -> Levels:
-    """For each chunk the first cache that has it; as many as there are caches: none has. Pure.
+    """For each chunk, which cache is the first that has it; the number of caches: none has. Pure.
 
-    `entries`: for each cache, of these chunks, -1 where it has no copy.
+    `entries`: for each cache, its entries of these chunks, -1 where it has no copy.
     """
     absent = entries[0] < 0
     found = absent.view(np.uint8)

@@ -1,10 +1,10 @@
-"""What a copy is compared with where all of it is wanted: one sum a plane, not one a piece.
+"""What a copy is compared with where all of it is wanted: one sum per plane, not one per piece.
 
     filled      xxh3_64(a plane's bytes) ^ key(sums of its pieces) ─kept─┐
     read whole  what its bytes must come to <─ key(sums of its pieces) ^ ┘
 
-The sums of its pieces are its span's own: bytes that are another chunk's come to something else.
-Thousands of small digests cost more than copying what they are of: the interpreter is handed from
+The sums of its pieces come from its span: bytes that are another chunk's come to something else.
+Thousands of small digests cost more than copying the bytes: the interpreter is handed from
 thread to thread for each (Llama-3-8B, pieces of 4 KiB, two cores: 11.5 and 19 GB/s, copied and
 compared).
 """
@@ -22,19 +22,19 @@ Ids = npt.NDArray[np.int64]
 
 
 class CopySums:
-    """Of each entry, by plane. Whoever fills or has pinned an entry may ask; nobody else."""
+    """The sum of each entry, by plane. Only code that fills or has pinned an entry may ask."""
 
     def __init__(self, capacity: int, planes: Iterable[int]) -> None:
         self._kept = {plane: np.zeros(capacity, dtype=np.uint64) for plane in planes}
 
     def keep(self, entry: int, plane: int, data: Bytes, pieces: Sums) -> None:
-        """These bytes are in the entry. `pieces`: the sums of theirs, [pieces], that they have been
-        compared with."""
+        """Note that these bytes are in the entry. `pieces`: the sums of their pieces, [pieces],
+        that they have been compared with."""
         self._kept[plane][entry] = np.uint64(digest(data)) ^ _key(pieces[None])[0]
 
     def of(self, plane: int, entries: Ids, pieces: Sums) -> Sums:
-        """What the bytes of each must come to, where it is the chunk whose pieces have these sums,
-        [entries, pieces]."""
+        """What the bytes of each entry must come to, if it is the chunk whose pieces have these
+        sums, [entries, pieces]."""
         return self._kept[plane][entries] ^ _key(pieces)
 
 

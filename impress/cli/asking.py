@@ -1,6 +1,6 @@
-"""One request of a model over a snapshot of a store, for `impress explain --query`.
+"""One model request over a snapshot of a store, for `impress explain --query`.
 
-Nothing is written: the store is opened for reading, so it may be another process's.
+Nothing is written: the store is opened for reading, so another process may have it in use.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def ask(
     model_dir: Path, where: Path, geometry: Geometry, window: int, prompt: str | Tokens, query: str,
     policy: Policy,
 ) -> tuple[Tokens, bytes, dict[str, Any]]:  # fmt: skip
-    """The request's tokens, the model's namespace, and what one new token took.
+    """The request's tokens, the model's namespace, and what generating one new token took.
 
     `geometry`: the model's, in the dtype it is to be loaded in; `window`: the store's. Raises
-    StoreMismatch where the store is of another geometry, BadInput, Unsupported.
+    StoreMismatch where the store has another geometry, BadInput, Unsupported.
     """
     hf = engine_module()
     import numpy as np
@@ -45,10 +45,10 @@ def ask(
         err.status("asking"),
     ):
         prompt_ids = torch.tensor([ids], dtype=torch.int64)
-        # The policy is named, so not guarded: its choice is what is asked for.
+        # The policy is named, so it is not guarded: what the user asks to see is its choice.
         engine.generate(
             prompt_ids, max_new_tokens=1, do_sample=False, policy=policy,
-            attention_mask=torch.ones_like(prompt_ids),  # a pad token in a text is meant
+            attention_mask=torch.ones_like(prompt_ids),  # a pad token in the text is deliberate
         )  # fmt: skip
         request = engine.last_request
     assert request is not None, "a request has just returned"

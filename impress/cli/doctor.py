@@ -25,17 +25,17 @@ def doctor(
         bool,
         typer.Option(
             "--measure/--no-measure",
-            help="Read 256 MiB with each engine, at most five seconds each.",
+            help="Read 256 MiB with each engine, for at most five seconds each.",
         ),
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Say which I/O engines work here, why the others do not, and how fast the disk is by each.
+    """Say which I/O engines work here, why the others do not, and how fast the disk is with each.
 
     Measures verified reads on the file system of the store's directory (which need not exist yet):
-    256 MiB of test data are written beside it, or in it where it is a mount point or that folder
-    may not be written, and removed.
-    `Config.io_engine` picks an engine; "auto" takes the one marked.
+    256 MiB of test data are written beside it, or inside it where it is a mount point or its parent
+    folder may not be written to, and removed afterwards.
+    `Config.io_engine` picks an engine; "auto" takes the one marked "auto takes it".
 
     **Examples**
 
@@ -53,8 +53,8 @@ def doctor(
 
 
 def _nearest(path: Path) -> Path:
-    """The store's parent, or the first directory above it that is there; a store itself where it is
-    on another file system than its parent, a mount point say, or only it may be written."""
+    """The store's parent, or the nearest directory above it that exists; the store itself where it
+    is on another file system than its parent (a mount point, say), or only it may be written to."""
     path = absolute(path)
     if path.is_dir():
         apart = path.stat().st_dev != path.parent.stat().st_dev
@@ -71,7 +71,7 @@ def _with_progress(folder: Path, measure: bool) -> list[Finding]:
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("examining", total=len(ENGINES))
         found = []
-        with closing(examine(folder, measure=measure)) as findings:  # its data goes, come what may
+        with closing(examine(folder, measure=measure)) as findings:  # removes its data in any case
             for finding in findings:
                 found.append(finding)
                 bar.update(task, advance=1)

@@ -1,4 +1,4 @@
-"""The console script: it imports the commands where Ctrl-C meanwhile is one line already."""
+"""The console script: imports the commands where Ctrl-C is already reported in one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def run() -> None:
-    """Entry point. Ends the process; 2 and one line on stderr where it was interrupted."""
+    """Entry point. Ends the process; if interrupted, with status 2 and one line on stderr."""
     try:
         from impress.cli import main
 

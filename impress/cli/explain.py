@@ -29,7 +29,7 @@ from impress.errors import BadInput
 from impress.namespace import namespace_of
 from impress.policy import Policy
 
-#: What else than the model names a prompt's keys, and is not asked for here.
+#: What a prompt's keys depend on besides the model; no option here asks for these.
 _ASSUMED: Final = {"engine": "transformers", "tenant": "", "tenant_secret": False}
 
 
@@ -38,23 +38,23 @@ def explain(
         Path,
         typer.Option(
             metavar="FILE", parser=a_prompt,
-            help="The prompt: token ids as a JSON list, integers apart by white space or a .npy "
-            "array; with --model any other file is text (UTF-8); - is stdin.",
+            help="The prompt: token ids as a JSON list, integers separated by white space or a "
+            ".npy array; with --model any other file is text (UTF-8); - is stdin.",
         ),
     ],
     query: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Run the model on the prompt and this, for one token, and show what each layer "
-            "chose. Needs --model.",
+            help="Run the model on the prompt followed by TEXT, for one token, and show what each "
+            "layer chose. Needs --model.",
         ),
     ] = None,
     model: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR", parser=directory,
-            help="A local Transformers model with its tokenizer: whose namespace is looked at, as "
+            help="A local Transformers model with its tokenizer. Its namespace is looked at, as "
             "the Transformers engine has it in the store's dtype, without tenant or tenant secret.",
         ),
     ] = None,
@@ -72,14 +72,14 @@ def explain(
 ) -> None:  # fmt: skip
     """Say why a prompt's prefix hits or misses, where it lies and what reading it costs.
 
-    How many of its windows are stored in each namespace; the first that is not, and why; the
-    spans that hold the rest, how hot they are (leases: of a span's most used part), and what
-    reading them takes by the read cost model (bytes and requests planned, milliseconds modelled).
-    Reads a snapshot of the index and the matching headers, no rows, and holds up no writer. Token
-    ids are never printed.
+    Shows how many of its windows are stored in each namespace; the first that is not, and why; the
+    spans that hold the others, how hot they are (leases are those of a span's most used part), and
+    what reading them takes by the read cost model (bytes and requests planned, milliseconds
+    modelled). Reads a snapshot of the index and the matching headers but no rows, and holds up no
+    writer. Token ids are never printed.
 
-    With --query, the model then answers with one token over its own snapshot: how many rows each
-    layer chose and why, what it estimates to miss, from which tiers they came. Nothing is stored.
+    With --query, the model then answers with one token over its own snapshot. Shows how many rows
+    each layer chose and why, how much it estimates to miss, and the rows' tiers. Nothing is stored.
 
     **Exit status**
 
@@ -106,7 +106,7 @@ def explain(
 
 
 def _check(query: str | None, model: Path | None, *, idle: bool) -> None:
-    """`idle`: settings of the policy were given. Raises BadInput where nothing would use them."""
+    """`idle`: policy settings were given. Raises BadInput where nothing would use an option."""
     if query is not None and model is None:
         raise BadInput("--query needs --model DIR: the model that is to be asked")
     if query is None and idle:
@@ -143,7 +143,7 @@ def _explained(
                 tokens, namespace, request = ask(
                     model, where, geometry, identity.window, prompt, query, policy
                 )
-        opened.follow()  # a model was loaded meanwhile, and no writer has waited for this reader
+        opened.follow()  # loading a model takes time, and no writer waits for this reader
         found: dict[str, Any] = {
             "store": str(where), "window": identity.window, "mismatch": mismatch,
             "read_as": "text" if isinstance(prompt, str) else "token ids",
@@ -170,19 +170,19 @@ def _in_tokens_of(model: Path, file: Path, prompt: str | Tokens) -> Tokens:
 
 
 def _prompt(file: Path) -> str | Tokens:
-    """Token ids where `read_token_file` would take the file for such, else text."""
+    """Token ids where `read_token_file` would accept the file as such, else text."""
     if file.suffix == ".npy":
         return read_token_file(file)
     try:
         text = text_of(file)
     except UnicodeDecodeError:
         raise BadInput(f"--prefix {file}: not UTF-8 text") from None
-    ids = text.removeprefix("\ufeff")  # which some editors put before what they save
-    return tokens_in(ids, file) if _is_ids(ids) else text  # a pipe is read once
+    ids = text.removeprefix("\ufeff")  # some editors put this before a text
+    return tokens_in(ids, file) if _is_ids(ids) else text  # a pipe can be read only once
 
 
 def _is_ids(text: str) -> bool:
-    """Whether it is a JSON list of integers, or they are apart by white space. Pure."""
+    """Whether it is a JSON list of integers, or integers separated by white space. Pure."""
     try:
         if isinstance(found := from_json(text), list):
             return bool(found) and all(type(each) is int for each in found)

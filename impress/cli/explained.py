@@ -1,4 +1,4 @@
-"""What `impress explain` prints: matches and requests, as people read them."""
+"""What `impress explain` prints: matches and requests, for people to read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rich.table import Table
 
 from impress.terminal import count, number, out, share, show, size, table_of
 
-#: Namespaces beside the first that get a line each; --json has all.
+#: Namespaces besides the first that get a line each; --json has all.
 MOST_OTHERS = 5
 #: Nodes of a match that get a row each.
 MOST_NODES = 40
 
 
 def print_match(found: dict[str, Any]) -> None:
-    """The prompt against the store: the best namespace in full, others by a line."""
+    """The prompt against the store: the best namespace in full, the others in a line each."""
     out.print(found["store"], style="bold", markup=False, soft_wrap=True)
     tail = f" and {found['tail_tokens']} more" if found["tail_tokens"] else ""
     say(
@@ -41,7 +41,7 @@ def print_match(found: dict[str, Any]) -> None:
 
 
 def say_unread(found: dict[str, Any]) -> None:
-    """Where of a shard nothing is seen."""
+    """Say so where a shard cannot be read, or not all of it."""
     if found["failed_shards"]:
         names = ", ".join(found["failed_shards"])
         say(
@@ -51,7 +51,7 @@ def say_unread(found: dict[str, Any]) -> None:
 
 
 def say_damaged(found: dict[str, Any]) -> None:
-    """Where an index value could not be read, so that what it stands for is not there."""
+    """Say so where an index value could not be read, so that what it stands for is missing."""
     if found["damaged_index_values"]:
         n = count(found["damaged_index_values"], "damaged index value")
         say(f"[bold]passed over {n}[/bold]: impress verify lists them")
@@ -114,7 +114,7 @@ def _print_stop(stop: dict[str, Any], window: int) -> None:
 
 
 def _print_guard(ledgers: list[dict[str, Any]]) -> None:
-    """A line a policy that was ever guarded in the namespace."""
+    """One line for each policy that was ever guarded in the namespace."""
     if not ledgers:
         say("guard: –")
     for ledger in ledgers:
@@ -154,7 +154,7 @@ def _nodes(held: list[dict[str, Any]]) -> Table:
 
 
 def _print_others(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    """Other trees that have some of the prompt: no request to the first is ever served by them."""
+    """Other trees that hold some of the prompt; they never serve a request to the first."""
     some = [row for row in others if row["windows"]]
     for row in some[:MOST_OTHERS]:
         tenant = row["namespace"] == first["namespace"]
@@ -179,7 +179,7 @@ def _print_others(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
 
 
 def print_request(found: dict[str, Any]) -> None:
-    """One row a layer, then totals and why the request went as it did."""
+    """One row per layer, totals, and why the request went as it did."""
     request, held = found["request"], found["found"][0]["held"]
     say(f"\n[bold]the request[/bold] under {request['policy']}: {escape(request['why'])}")
     if request["lost"]:
@@ -213,7 +213,7 @@ def _layers(lines: list[dict[str, Any]], n_tokens: int) -> Table:
         ">worst head", "rows by tier", "bytes by tier", ">wait ms",
     )  # fmt: skip
     for line in lines:
-        chosen = line.get("chosen", n_tokens)  # exact says nothing of choosing
+        chosen = line.get("chosen", n_tokens)  # exact reports no choice
         made.add_row(
             str(line["layer"]), f"{chosen:,}", share(chosen, n_tokens),
             line.get("reason", "exact"), number(line.get("agreement")),

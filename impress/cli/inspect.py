@@ -35,7 +35,7 @@ def inspect(
             metavar="FILE",
             parser=a_prompt,
             help="How much of this prompt is stored, and in which spans. FILE holds token ids: "
-            "a JSON list, integers apart by white space, or a .npy array; - is stdin.",
+            "a JSON list, integers separated by white space, or a .npy array; - is stdin.",
         ),
     ] = None,
     metrics: Annotated[
@@ -50,14 +50,15 @@ def inspect(
 ) -> None:  # fmt: skip
     """Show what a store holds: tiers, spans, namespaces, hottest prefixes.
 
-    Reads a snapshot of the indexes and no rows, needs no model and holds up no writer: it works
-    while other processes write to the store, each its shard. The SSD tier is the directory; copies
-    in HBM and DRAM belong to the process that has the store open, so they are shown only with
-    --metrics. Leases of a running writer are counted here after it closes; where prompts share a
-    part of a span, those of its most used part stand for all of it. "important" is the share of a
-    tier's rows that sparse requests chose. A chunk's score is its uses, which fade, times that
-    share of its rows; "score" is the mean of the chunks of a prefix's spans, as last saved. – where
-    no request has told yet. A span that a running writer has evicted in part counts as whole.
+    Reads a snapshot of the indexes but no rows, needs no model and holds up no writer: it works
+    while other processes write to the store, each to its shard. The SSD tier is the directory;
+    copies in HBM and DRAM belong to the process that has the store open, so they are shown only
+    with --metrics. Leases of a running writer are counted here once it has closed; where prompts
+    share part of a span, the leases of its most used part stand for all of it. "important" is the
+    share of a tier's rows that sparse requests chose. A chunk's score is its uses, which fade,
+    times that share of its rows; "score" is the mean of the chunks of a prefix's spans, as last
+    saved. "–" means that no request has told yet. A partly evicted span of a running writer counts
+    as whole.
 
     **Exit status**
 
@@ -90,9 +91,9 @@ def inspect(
 
 
 def _take_live_tiers(found: dict[str, Any]) -> None:
-    """The tiers as the running process has them; one it has no budget for stays None.
+    """Fill in the tiers as the running process has them; one it has no budget for stays None.
 
-    Of the SSD it knows its own shard alone: the directory's bytes and chunks stay.
+    It knows only its own shard of the SSD: the directory's bytes and chunks stay.
     """
     running = found["live"]["tiers"]
     for name in ("hbm", "dram"):
@@ -142,7 +143,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _tiers(tiers: dict[str, Any], *, live: bool) -> Table:
-    """Three rows, whatever is known: copies above the SSD belong to the process that serves."""
+    """Three rows, however much is known: copies above the SSD belong to the process that serves."""
     table = table_of("Tiers", "tier", ">used", ">free", ">total", ">full", ">chunks", ">important")
     for name, usage in tiers.items():
         if usage is None:
@@ -209,7 +210,7 @@ def _cell(value: Any) -> str:
 
 
 def _titles(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """What each root is called: those of one name (tenants of a model, say) with their digits."""
+    """What each root is called; those that share a name (tenants, say) with their digits."""
     n_called = Counter(row["name"] for row in rows)
     return {
         row["root"]: escape(row["name"])

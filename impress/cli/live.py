@@ -11,7 +11,7 @@ from urllib.request import ProxyHandler, build_opener
 from impress.errors import StoreFailed, StoreMismatch
 
 _TIMEOUT_S: Final = 5.0
-#: Counter families, and what `store.stats()` calls them.
+#: Counter families, named as in `store.stats()`.
 _COUNTERS: Final = (
     "lookups", "hits", "misses", "hit_tokens", "lost", "read_bytes", "stored_tokens",
     "stored_bytes", "refused", "evicted_spans", "promoted_bytes", "rows", "chunks",
@@ -25,8 +25,8 @@ _GAUGES: Final = (
 def live_counters(port: int, uuid: bytes) -> dict[str, Any]:
     """Counters, occupancy by tier and mean layer load of the process serving 127.0.0.1:port.
 
-    Raises StoreFailed when nothing answers there, or something that is no store, StoreMismatch when
-    it says that it serves another than that of `uuid`.
+    Raises StoreFailed when nothing answers there, or what answers is not a store, StoreMismatch
+    when it says that it serves a store other than that of `uuid`.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -34,7 +34,7 @@ def live_counters(port: int, uuid: bytes) -> dict[str, Any]:
     try:
         families = list(text_string_to_metric_families(text))
         return _read(families, port, uuid)
-    except (ValueError, OverflowError) as err:  # of a number that is none, too
+    except (ValueError, OverflowError) as err:  # also from a value that is not a finite number
         raise StoreFailed(f"port {port}: not Prometheus text ({err})") from None
     except KeyError as err:
         raise StoreFailed(
@@ -64,7 +64,7 @@ def _read(families: Iterable[Any], port: int, uuid: bytes) -> dict[str, Any]:
             )
         elif name in found:
             label = next(iter(sample.labels.values()), "")
-            if label and not sample.value:  # a reason that there could be
+            if label and not sample.value:  # a possible reason that has not occurred
                 continue
             found[name][label] = sample.value if name == "oldest_lease_s" else int(sample.value)
     if not tiers:

@@ -1,4 +1,4 @@
-"""`impress`: look into a store, verify it, run a model over it, see the whole in a demo."""
+"""`impress`: look into a store, verify it, run a model over it, see it all in a demo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from impress.cli.verify import verify
 from impress.cli.vllm_config import vllm_config
 from impress.terminal import line_of
 
-#: Typer's own base of every complaint about arguments, which it exports only by its children.
+#: Typer's base class of every complaint about arguments; it exports only subclasses of it.
 _WRONG_USE: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
@@ -56,8 +56,8 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """A prefix-KV store for language models: a prompt's keys and values, computed once, reused
-    exactly by every later prompt that begins alike, from SSD or RAM, after a restart too.
+    """A prefix-KV store for language models: a prompt's keys and values are computed once, then
+    reused exactly by every later prompt that begins alike, from SSD or RAM, even after a restart.
 
     Start with **impress demo**; look at any store with **impress inspect**.
     Every command has its own --help."""
@@ -88,17 +88,17 @@ def run() -> None:
         sys.stdout.reconfigure(errors="replace")
     try:
         with _stopped_as_by_ctrl_c():
-            status = app(standalone_mode=not sys.argv[1:])  # alone it shows its help
+            status = app(standalone_mode=not sys.argv[1:])  # without arguments: the help
     except KeyboardInterrupt:
         fail("interrupted")
     except _WRONG_USE as wrong:
         fail(_said(wrong))
-    except OSError as error:  # of the help: what commands raise they have said
+    except OSError as error:  # from the help: commands report their own errors
         fail(str(line_of(error)))
     except Exception:  # a bug: 1 would say that a command found something
         traceback.print_exc()
         raise SystemExit(2) from None
-    except SystemExit as end:  # 1: whoever read the help or the version has seen enough
+    except SystemExit as end:  # 1: the reader of the help or version closed the pipe
         raise SystemExit(2 if end.code == 1 else end.code) from None
     if status == 130:  # interrupted before a command began
         fail("interrupted")
@@ -106,26 +106,26 @@ def run() -> None:
 
 
 def _fill_closed() -> None:
-    """Nothing in the place of what whoever started us has closed: else files of a store take these
-    numbers, and what any library or child prints goes into them."""
+    """Open /dev/null in place of any standard stream that was closed before we started: otherwise
+    a store's files take its number, and what any library or child prints goes into them."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             os.set_inheritable(opened, True)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # print() would take stdout for a lack of stderr
+        if getattr(sys, name) is None:  # without stderr, print() would use stdout
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
 
 
 @contextmanager
 def _stopped_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM, and SIGHUP where nobody ignores it (nohup), end a command as Ctrl-C does: what it
-    takes away at its end, doctor's test data or the demo's processes, does not stay behind."""
+    """SIGTERM, and SIGHUP unless it is ignored (nohup), end a command as Ctrl-C does: what it
+    removes at its end, doctor's test data or the demo's processes, does not stay behind."""
 
     def stop(_signal: int, _frame: object) -> None:
-        for number in stops:  # a second one must not break off what is taken away
+        for number in stops:  # a second signal must not interrupt the clean-up
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
@@ -141,14 +141,14 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 
 
 def _said(wrong: Any) -> str:
-    """What was wrong with the arguments, and where the right ones stand."""
+    """What was wrong with the arguments, and where the right ones are described."""
     path = wrong.ctx.command_path if wrong.ctx is not None else f"impress{_called()}"
     said = wrong.format_message().rstrip(".")
     return f"{said}{' See' if said.endswith('?') else '; see'} {path} --help"
 
 
 def _called() -> str:
-    """The command, for a complaint that does not say whose option it is of."""
+    """The command's name, for a complaint that does not say which command it is about."""
     names = {command.__name__.replace("_", "-") for command in _COMMANDS}
     return next((f" {word}" for word in sys.argv[1:2] if word in names), "")
 

@@ -1,6 +1,6 @@
 """How a prompt matches a store, as plain data: what is held, where it stops, what reading costs.
 
-Looks at the index, and at the header records of the spans that match; at no rows.
+Looks at the index and at the header records of the spans that match, but at no rows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from impress.upkeep.shares import shares_of
 from tiers.coalesce import TURNS, coalesce, slice_bytes, slices
 from tiers.errors import ReadFailed
 
-#: Of the estimate of milliseconds, which is modelled: a disk that gives this. docs/BENCHMARKS.md
-#: has what one gave; measure your own with `python -m experiments.bench_ssd`.
+#: The estimate in milliseconds is modelled, for a disk that gives this. docs/BENCHMARKS.md has what
+#: one disk gave; measure your own with `python -m experiments.bench_ssd`.
 DISK_BYTES_PER_S: Final = 1e9
 
 
@@ -41,7 +41,7 @@ class Root:
 
 
 def match_prompt(store: PrefixStore, tokens: Tokens, namespace: bytes | None) -> dict[str, Any]:
-    """How far each namespace of a store has a prompt, the longest first; ready for JSON.
+    """How much of a prompt each namespace of a store holds, longest first; ready for JSON.
 
     `namespace`: the model's own, whose tree then comes first whatever it holds.
     """
@@ -86,12 +86,12 @@ def _row(
     store: PrefixStore, root: Root, name: str, labels: bytes, n_tokens: int, trace: Trace,
     ledgers: list[dict[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
-    """`ledgers`: what the guard of the namespace knows, as last saved by whoever serves it."""
+    """`ledgers`: what the namespace's guard knows, as last saved by the process that serves it."""
     held = store.catalog.hold(root.key, labels, count=False)
     store.catalog.release([*held])
     sources, lost = _sources(store, held)
-    # Of nodes that hold one run of a span the first, which is leased most often. What another
-    # process changed since the trace has none.
+    # Of several nodes that hold one run of a span, the first, which is leased most often. A run
+    # that another process changed since the trace has none.
     steps = {(step.view.span, step.view.first): step for step in trace.steps}
     firsts = [steps.get((source.span, source.held.first)) for source in sources]
     n_windows = sum(source.count for source in sources)
@@ -171,7 +171,7 @@ def _said(near: Near, position: int) -> str:
 def _sources(
     store: PrefixStore, held: Sequence[Held]
 ) -> tuple[list[Source], dict[str, Any] | None]:
-    """Held runs with their headers, as a lease would have them; and why one cannot be had."""
+    """Held runs with their headers, as a lease would have them; and why one cannot be read."""
     tables: dict[int, Tables] = {}
     sources: list[Source] = []
     at = 0
@@ -189,9 +189,9 @@ def _sources(
 
 
 def _held(store: PrefixStore, source: Source, step: Step | None, tick: int) -> dict[str, Any]:
-    """A run of windows of a span, of one node or several. `leases_ago`: None when never leased.
+    """A run of a span's windows, from one node or several. `leases_ago`: None when never leased.
 
-    Score and share are the whole span's, as last saved by whoever serves it.
+    Score and share are the whole span's, as last saved by the process that serves it.
     """
     g = store.geometry
     score, important = known_of(store, source.span)
@@ -217,9 +217,9 @@ def _held(store: PrefixStore, source: Source, step: Step | None, tick: int) -> d
 
 
 def _cost(store: PrefixStore, sources: Sequence[Source]) -> dict[str, Any]:
-    """From home alone: the reads of a session that wants rows in order, planned and not made.
+    """From the SSD alone: the reads of a session that wants rows in order, planned and not made.
 
-    A request counts as `read_gap_bytes` more bytes, as it does when chosen rows are gathered.
+    Each request counts as `read_gap_bytes` more bytes, as it does when chosen rows are gathered.
     """
     n_bytes = requests = 0
     defaults = Config()

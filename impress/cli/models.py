@@ -1,4 +1,4 @@
-"""What commands that run a model share: loading it from a directory, making prompts for it.
+"""Shared by the commands that run a model: loading it from a directory, making its prompts.
 
 Imports torch and Transformers only when called.
 """
@@ -21,14 +21,14 @@ _HERE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
 def check_model_dir(model_dir: Path) -> None:
-    """Raises BadInput, before anything slow is imported."""
+    """Raises BadInput if a file is missing there, before anything slow is imported."""
     for name in ("config.json", "tokenizer_config.json"):
         if not (model_dir / name).is_file():
             raise BadInput(f"--model {model_dir}: no {name} there; name a local Transformers model")
 
 
 def engine_module() -> ModuleType:
-    """impress.engines.hf. Raises Unsupported with what to install."""
+    """impress.engines.hf. Raises Unsupported, which says what to install."""
     try:
         import torch  # noqa: F401
 
@@ -41,7 +41,7 @@ def engine_module() -> ModuleType:
 
 
 def load_tokenizer(model_dir: Path) -> Any:
-    """From this directory only. Raises BadInput, or Unsupported where a package is missing."""
+    """Load it from this directory only. Raises BadInput, Unsupported if a package is missing."""
     try:
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -62,7 +62,7 @@ def load_tokenizer(model_dir: Path) -> Any:
 
 
 def _broken(model_dir: Path, error: Exception) -> str:
-    """The file of a tokenizer that is no JSON, or not what it should be; "" where it is another."""
+    """The tokenizer file that is not JSON, or not what it should be; "" for any other cause."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             json.loads((model_dir / name).read_bytes())
@@ -70,18 +70,18 @@ def _broken(model_dir: Path, error: Exception) -> str:
             continue
         except ValueError:
             return name
-    return "tokenizer.json" if type(error) in (KeyError, Exception) else ""  # the latter: Rust's
+    return "tokenizer.json" if type(error) in (KeyError, Exception) else ""  # the latter: from Rust
 
 
 @contextmanager
 def loading(model: object, part: str) -> Iterator[None]:
-    """What Transformers raises while it loads `part` ("weights do") of a model, in one line.
+    """Say in one line what Transformers raises while it loads `part` ("weights do") of a model.
 
     Raises BadInput, or Unsupported where a package is missing.
     """
     try:
         yield
-    except ImportError as error:  # of a quantised checkpoint: it names the package
+    except ImportError as error:  # a quantised checkpoint: it names the package
         raise Unsupported(f"--model {model}: {str(error)[:300]}") from None
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
@@ -89,7 +89,7 @@ def loading(model: object, part: str) -> Iterator[None]:
                 f"--model {model}: its code comes with it (auto_map), of which impress runs none"
             ) from None
         raise BadInput(f"--model {model}: {str(error)[:300]}") from None
-    except Exception as error:  # of safetensors, of pickle; what the Rust tokenizers raise is bare
+    except Exception as error:  # safetensors, pickle; Rust tokenizers raise a bare Exception
         raise BadInput(
             f"--model {model}: its {part} not load; where the download was cut off, fetch it again "
             f"({str(error)[:200] or type(error).__name__})"
@@ -99,7 +99,7 @@ def loading(model: object, part: str) -> Iterator[None]:
 def load(model_dir: Path, dtype: str = "auto") -> tuple[Any, Any]:
     """The model and its tokenizer; from this directory only. `auto`: the dtype it was saved in.
 
-    Raises BadInput where they do not load, Unsupported where a package is missing for them.
+    Raises BadInput where they do not load, Unsupported where a package they need is missing.
     """
     with err.status("loading the model"):
         tokenizer = load_tokenizer(model_dir)
@@ -119,7 +119,7 @@ def query_ids(tokenizer: Any, query: str) -> Sequence[int]:
 
 
 def check_length(config: Any, n_tokens: int, n_new: int) -> None:
-    """Raises BadInput where a prompt and its answer are longer than the model takes."""
+    """Raises BadInput where a prompt and its answer together are longer than the model takes."""
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and n_tokens + n_new > most:
         fewer = " or lower --max-new-tokens" if n_tokens < most else ""
@@ -132,9 +132,9 @@ def check_length(config: Any, n_tokens: int, n_new: int) -> None:
 def geometry_in(model_dir: Path, stored: Geometry) -> Geometry:
     """The geometry of a directory's model, without loading its weights.
 
-    In the store's dtype where all else is as stored: whoever serves a model may load it in another
-    than its config names. Raises Unsupported where impress does not serve it, BadInput where that
-    cannot be told.
+    In the store's dtype where all else is as stored: a server may load a model in another dtype
+    than its config names. Raises Unsupported where impress does not serve the model, BadInput where
+    that cannot be told.
     """
     engine_module()
     from transformers import AutoConfig

@@ -1,4 +1,4 @@
-"""What every command shares: its common options, how it fails, how it prints JSON."""
+"""What all commands share: common options, how they fail, how they print JSON."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _STDIN = Path("/dev/stdin")
 
 
 def directory(given: str) -> Path:
-    """Not of nothing: a variable that is not set would be the directory one is in."""
+    """Refuses an empty name: from an unset variable, it would mean the current directory."""
     if not given:
         raise typer.BadParameter("it is empty: name a directory")
     return Path(given)
 
 
 def a_file(given: str) -> Path:
-    """The same of a file."""
+    """The same for a file."""
     if not given:
         raise typer.BadParameter("it is empty: name a file")
     return Path(given)
@@ -45,17 +45,17 @@ def a_prompt(given: str) -> Path:
 
 
 def text_of(file: Path) -> str:
-    """What it says. Stdin is read where it is open: opened anew it may be refused, a pipe of
-    another user's and a socket. Raises OSError, UnicodeDecodeError."""
+    """A file's text. Stdin is read from the open descriptor: reopening it may be refused, as for
+    another user's pipe or a socket. Raises OSError, UnicodeDecodeError."""
     if file != _STDIN:
-        return file.read_bytes().decode()  # as it is: its line ends are tokens
+        return file.read_bytes().decode()  # unchanged: its line ends are tokens
     with open(0, "rb", closefd=False) as stdin:
         return stdin.read().decode()
 
 
 def absolute(where: Path) -> Path:
-    """For whoever works elsewhere. Raises BadInput where that cannot be told: the system names no
-    file then."""
+    """The full path, for use from another directory. Raises BadInput where it cannot be told: the
+    system's own error names no file."""
     try:
         return where.absolute()
     except FileNotFoundError:
@@ -79,20 +79,20 @@ DiskGib = Annotated[
     int | None,
     typer.Option(
         "--disk-gib", min=1, max=MOST_BYTES >> 30,
-        help="Most GiB on disk of the shard (the part of DIR) that this process writes; files that "
-        "are there already do not shrink.",
+        help="Most GiB on disk for the shard (the part of DIR) that this process writes; files "
+        "already there do not shrink.",
         show_default="all there is",
     ),
 ]  # fmt: skip
 PolicyName = Annotated[
     str,
-    typer.Option("--policy", metavar="NAME", help="What to load of a hit: exact, paper, quality."),
+    typer.Option("--policy", metavar="NAME", help="What of a hit to load: exact, paper, quality."),
 ]
 PolicyAsked = Annotated[
     str | None,
     typer.Option(
         "--policy", metavar="NAME", show_default="quality",
-        help="What to load of a hit: exact, paper, quality. Needs --query.",
+        help="What of a hit to load: exact, paper, quality. Needs --query.",
     ),
 ]  # fmt: skip
 Keep = Annotated[
@@ -128,26 +128,26 @@ def store_dir(given: Path | None) -> Path:
 
 
 def window_of(store: Path) -> int:
-    """Of a store that is there; else the default: opening it says what keeps it from being read."""
+    """A readable store's window, else the default: opening the store says why it is unreadable."""
     with suppress(FormatError, OSError):
         return read_identity(store).window
     return Config().window
 
 
 def fail(line: str) -> NoReturn:
-    """One line on stderr, exit status 2, also where stderr does not take it."""
+    """One line on stderr and exit status 2, even where stderr does not take the line."""
     complain(f"impress: {' '.join(line.split())}")
     _leave(2)
 
 
 def complain(line: str) -> None:
-    """On stderr, where that takes it: not a full disk, or a terminal that is gone."""
+    """Print to stderr if it takes the line; a full disk or a closed terminal does not."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process; what an output refused to take is not tried again at exit."""
+    """End the process; what an output refused is not tried again at exit."""
     for output in (sys.stdout, sys.stderr):
         try:
             output.flush()
@@ -157,7 +157,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def one_line(command: Callable[P, None]) -> Callable[P, None]:
-    """The command, with whatever the user or the environment did wrong said in one line."""
+    """The command, with any mistake of the user or the environment reported in one line."""
 
     @wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -166,10 +166,10 @@ def one_line(command: Callable[P, None]) -> Callable[P, None]:
                 _check_texts(kwargs)
                 command(*args, **kwargs)
             finally:
-                sys.stdout.flush()  # here, where a full disk can still be said
+                sys.stdout.flush()  # here, where a full disk can still be reported
         except KeyboardInterrupt:
             fail("interrupted")
-        except BrokenPipeError:  # whoever read stdout has seen enough
+        except BrokenPipeError:  # the reader of stdout closed the pipe
             _leave(2)
         except Exception as error:
             line = line_of(error)
@@ -183,12 +183,12 @@ def one_line(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def by_owner(command: Callable[P, None]) -> Callable[P, None]:
-    """The command, as root in the name of the store's owner: all that it reads and writes."""
+    """The command; started by root, it reads and writes everything as the store's owner."""
 
     @wraps(command)
     def owned(*args: P.args, **kwargs: P.kwargs) -> None:
         given: Any = kwargs["store"]
-        kwargs["store"] = where = store_dir(given)  # whose home is that of ~ is asked before
+        kwargs["store"] = where = store_dir(given)  # while ~ is still the caller's home
         become_owner(absolute(where))
         command(*args, **kwargs)
 
@@ -196,8 +196,8 @@ def by_owner(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _check_texts(options: Mapping[str, object]) -> None:
-    """Raises BadInput for a text of bytes that are no UTF-8: none is hashed or tokenised. A path
-    may be of any."""
+    """Raises BadInput for a text whose bytes are not UTF-8: such text is never hashed or tokenised.
+    A path may have any bytes."""
     for name, value in options.items():
         if isinstance(value, str):
             try:
@@ -218,7 +218,7 @@ def _text(value: Any) -> str:
 def check_json(file: Path | None) -> None:
     """Raises BadInput where --json's FILE cannot be written: before the work, not after it.
 
-    A file that is there is not written into, another takes its place.
+    An existing file is not written into: another takes its place.
     """
     if file is None or str(file) == "-":
         return

@@ -1,7 +1,7 @@
-"""In whose name a command works: root, at somebody's store, in that user's.
+"""The user a command works as: root, at another user's store, works as that user.
 
-What lies in a store is its owner's to change. Through a link that he put there root would write to
-any file.
+A store's owner may change whatever is in it. Through a link that the owner put there, root would
+write to any file.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from rich.cells import cell_len
 from impress.errors import StoreFailed
 from impress.write.directory import IDENTITY
 
-#: The kernel's number of a group that is nobody's.
+#: The kernel's number for a group that is nobody's.
 _NO_GROUP: Final = 65534
 
 _name = ""
 
 
 def become_owner(store: Path) -> None:
-    """For good, and with no more rights than he has. Nothing where this is not root, or the store,
-    an absolute path, is root's.
+    """Become the store's owner for good, with no further rights. Does nothing where this is not
+    root, or where the store, an absolute path, is root's.
 
-    Raises StoreFailed where the system does not let it.
+    Raises StoreFailed where the system does not allow it.
     """
     global _name
     if os.geteuid() != 0 or not (uid := _owner_of(store)):
         return
     name, group, groups = f"user {uid}", _NO_GROUP, list[int]()
-    try:  # not the folder's group: of one that root made and gave away that is root's still
+    try:  # not the folder's group: if root made it and gave it away, that is still root's
         known = pwd.getpwuid(uid)
         name, group = known.pw_name, known.pw_gid
         groups = os.getgrouplist(name, group)
     except KeyError:  # a container's user
         pass
-    cell_len("–")  # rich reads its table for this when it first draws one: he may not read it
+    cell_len("–")  # rich reads a table for this at first use: the owner may not read it
     try:
         os.setgroups(groups)
         os.setgid(group)
@@ -53,8 +53,8 @@ def become_owner(store: Path) -> None:
 
 
 def whose() -> str:
-    """Behind a line that says what failed: in whose name, where that is not the caller's, and
-    whether this Python is one that he may not read, so that more of it may be missing."""
+    """Ends a line that says what failed: as which user, where that is not the caller, and whether
+    that user may not read this Python, so that more of it may be missing."""
     if not _name:
         return ""
     lacks = "" if os.access(sys.executable, os.X_OK) else f" and who may not read {sys.prefix}"
@@ -62,13 +62,13 @@ def whose() -> str:
 
 
 def _owner_of(store: Path) -> int:
-    """Who has the folder, or the nearest one above it where it is not there yet; where root has it
-    and others write there, who has made the store in it. 0: all is root's."""
+    """The owner of the folder, or of the nearest one above it that exists; where root owns it and
+    others write there, whoever made the store in it. 0: all is root's."""
     for folder in (store, *store.parents):
         try:
             uid = folder.stat().st_uid
             break
-        except OSError:  # not there, or not to be reached
+        except OSError:  # not there, or not reachable
             continue
     else:
         return 0
@@ -78,7 +78,7 @@ def _owner_of(store: Path) -> int:
 
 
 def _uid_of(path: Path) -> int:
-    """Of a link its own; 0 where there is nothing."""
+    """The path's owner, of a link its own; 0 where there is nothing."""
     try:
         return path.lstat().st_uid
     except OSError:

@@ -1,4 +1,4 @@
-"""`impress purge`: erase what a store holds of a namespace or a tenant."""
+"""`impress purge`: erase what a store holds for a namespace or a tenant."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def purge(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A namespace as inspect shows it: its name, of a model's without one the digits.",
+            help="A namespace as inspect shows it: its name, or its digits if it has none.",
         ),
     ] = None,
     tenant: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="One tenant, under vLLM salt:CACHE_SALT; without --namespace, of all.",
+            help="One tenant (vLLM: salt:CACHE_SALT); without --namespace, in all namespaces.",
         ),
     ] = None,
     tenant_secret_file: Annotated[
@@ -46,14 +46,14 @@ def purge(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Erase everything stored of a namespace, or of one tenant.
+    """Erase everything stored for a namespace, or for one tenant.
 
     Its blocks are punched out of the segments (overwritten where the file system has no holes),
-    with all that is free there, evicted or cut off by a crash, and the index is written anew
-    without what it has freed, so that token ids do not linger there: also where nothing is found
-    any more, so what was cut off is finished by the same command. In every shard, so none may be
-    open for writing elsewhere: stop every process that serves from the directory; one that only
-    reads keeps what it has in memory.
+    with all that is free there, whether evicted or cut off by a crash. The index is rewritten
+    without what it has freed, so that token ids do not linger there. Both happen even where nothing
+    is found any more, so the same command finishes a purge that was cut off. Every shard is done,
+    so none may be open for writing elsewhere: stop every process that serves from the directory;
+    one that only reads keeps what it has in memory.
 
     **Exit status**
 
@@ -69,14 +69,14 @@ def purge(
     """
     if namespace is None and tenant is None:
         raise BadInput("purge: say what: --namespace NAME, --tenant NAME, or both")
-    if tenant == "" and namespace is None:  # of a variable that is not set, say
+    if tenant == "" and namespace is None:  # from an unset variable, say
         raise BadInput(
             "purge: --tenant is empty: that is all that has no tenant; say of which --namespace"
         )
     where = store_dir(store)
     secret = None if tenant_secret_file is None else str(tenant_secret_file)
     spans, freed = _erased(where, namespace, tenant, secret)
-    if tenant is not None and not spans:  # keys do not tell whose they are: a wrong name is none
+    if tenant is not None and not spans:  # keys do not tell whose they are: a wrong name finds none
         raise BadInput(_nothing(tenant, secret))
     if as_json:
         print_json({"store": str(where), "spans": spans, "freed_bytes": freed})
@@ -88,10 +88,10 @@ def purge(
 def _erased(
     where: Path, namespace: str | None, tenant: str | None, secret: str | None
 ) -> tuple[int, int]:
-    """(spans erased, bytes freed), after what is to be done.
+    """Erase, then return (spans erased, bytes freed).
 
-    The index of every shard is written anew also where nothing is of that namespace, then
-    BadInput is raised. Raises StoreLocked.
+    The index of every shard is rewritten even where nothing is in that namespace; BadInput is
+    raised after that. Raises StoreLocked.
     """
     identity = read_identity(where)
     config = Config(
@@ -118,7 +118,7 @@ def _erased(
                 raise StoreFailed(f"{where}: nothing is purged, shard {name} cannot be read: {why}")
             stored = _stored(reader, shards)
             digests = _digests(reader, stored, namespace)
-            # Now: what hangs from what is purged in another shard goes as its own is opened.
+            # Now: opening a shard deletes what hangs from spans that were purged in another one.
             there = _wanted(reader, shards, tenant, digests)
     failed: StoreFailed | None = None
     for shard in shards:
@@ -130,7 +130,7 @@ def _erased(
             shard.lock()
         try:
             compact(shard.index)
-        except StoreFailed as err:  # for want of room, say: the others' rows are to go all the same
+        except StoreFailed as err:  # no room, say: the other shards' rows must still go
             failed = failed or err
         shard.unlock()
     if failed is not None:
@@ -145,7 +145,7 @@ def _erased(
 def _wanted(
     store: PrefixStore, shards: list[Shard], tenant: str | None, digests: set[bytes]
 ) -> list[SpanRecord]:
-    """What all shards hold of a tenant (None: of all of them) in namespaces, in the tree or not."""
+    """What all shards hold of a tenant (None: of every one) in namespaces, in the tree or not."""
     ids = (span for shard in shards for span in store.catalog.known(shard.spans))
     records = store.catalog.retired_records(list(ids))
     if tenant is None:
@@ -156,7 +156,7 @@ def _wanted(
 
 
 def _unknown(namespace: str, there: set[bytes]) -> str:
-    """That no namespace is called so, or that its digits are too few to go by. Pure."""
+    """Says that no namespace has that name, or that the digits given are too few. Pure."""
     digits = _digits(namespace)
     if digits and any(digest.hex().startswith(digits) for digest in there):
         return (
@@ -167,12 +167,12 @@ def _unknown(namespace: str, there: set[bytes]) -> str:
 
 
 def _digits(namespace: str) -> str:
-    """Of a namespace's digest, as `inspect` shows one that has no name. Pure."""
+    """The digits of a namespace's digest, as `inspect` shows one without a name. Pure."""
     return namespace.lower().removeprefix("model ")
 
 
 def _nothing(tenant: str, secret: str | None) -> str:
-    """That a tenant has nothing here, and what may be wrong. Pure."""
+    """Says that a tenant has nothing here, and what may be wrong. Pure."""
     key = "another secret" if secret else "a secret (--tenant-secret-file)"
     salt = "" if tenant.startswith("salt:") else f", or is it vLLM's (--tenant salt:{tenant})"
     return (
@@ -182,7 +182,7 @@ def _nothing(tenant: str, secret: str | None) -> str:
 
 
 def _stored(store: PrefixStore, shards: list[Shard]) -> set[bytes]:
-    """Digests of all namespaces: by names and parameters also where all spans are gone."""
+    """Digests of all namespaces: from names and parameters even where all spans are gone."""
     there = {record.namespace for record in store.catalog.records()}
     there |= {namespace_digest(name) for name in store.names().values() if name}
     for shard in shards:
@@ -191,7 +191,7 @@ def _stored(store: PrefixStore, shards: list[Shard]) -> set[bytes]:
 
 
 def _digests(store: PrefixStore, there: set[bytes], namespace: str | None) -> set[bytes]:
-    """Digests of the namespaces meant, if any. Raises BadInput where the name is several's."""
+    """Digests of the namespaces meant, if any. Raises BadInput where the name fits several."""
     if namespace is None:
         return there
     if not namespace:
@@ -209,7 +209,7 @@ def _digests(store: PrefixStore, there: set[bytes], namespace: str | None) -> se
         )
     names = store.names()
     for record in store.catalog.records() if not found else ():
-        if record.root.hex().startswith(digits):  # one tenant's part: not said by whose name
+        if record.root.hex().startswith(digits):  # one tenant's part; which tenant's is not said
             name = called(record.namespace, names.get(record.root, ""))
             raise BadInput(
                 f"purge: {namespace} is a root, of the namespace {name!r}; that and all its "

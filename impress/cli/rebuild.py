@@ -1,4 +1,4 @@
-"""`impress rebuild`: the index again, from the segments alone."""
+"""`impress rebuild`: make the index again, from the segments alone."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def rebuild(
 
     Looks at every page of every segment for span headers, reads every row, drops spans that do not
     match their checksums and keeps the newest owner of each byte. What requests had shown (leases,
-    scores, what they chose, the guard's trust) is in no segment and begins anew. The old index is
-    set aside as index.old. A shard that is open for writing elsewhere, or cannot be read, is named
-    and left alone.
+    scores, what they chose, the guard's trust) is in no segment and starts from nothing. The old
+    index is set aside as index.old. A shard that is open for writing elsewhere, or cannot be read,
+    is named and left alone.
 
     **Exit status**
 
-    0 done · 1 done, and something did not read back, or a shard was open elsewhere or failed · 2 it
-    could not run, or every shard was or did
+    0 done · 1 done, but something did not read back, or a shard was open elsewhere or failed · 2 it
+    could not run, or every shard was open elsewhere or failed
 
     **Examples**
 

@@ -1,4 +1,4 @@
-"""`impress repack`: move rows that are chosen often together, or say what that would save."""
+"""`impress repack`: put often-chosen rows side by side, or say what that would save."""
 
 from __future__ import annotations
 
@@ -26,40 +26,41 @@ def repack(
         bool,
         typer.Option(
             "--dry-run",
-            help="Say what would move and what it would save; what is stored stays. Shards are "
-            "opened as for writing: the right to write is needed, lock and index files change, "
-            "what a crash cut off is finished, and index values that are damaged go, with what "
-            "hangs from them: where impress verify names such, run impress rebuild before.",
+            help="Say what would move and what it would save; what is stored stays as it is. "
+            "Shards are opened as for writing: the right to write is needed, lock and index files "
+            "change, what a crash cut off is finished, and damaged index values are deleted with "
+            "what hangs from them: where impress verify names any, run impress rebuild first.",
         ),
     ] = False,
     json_file: Annotated[
         Path | None,
         typer.Option(
             "--json", metavar="FILE", parser=a_file,
-            help="Write the report to FILE too; - prints it instead of the table.",
+            help="Also write the report to FILE; - prints it instead of the table.",
         ),
     ] = None,
 ) -> None:  # fmt: skip
     """Reorder the rows of stored spans by how often requests chose them.
 
-    A span is copied in its new order, and the copy takes its place when it is whole: nothing that
-    is stored is edited, and an interruption leaves the old one. Spans of which nothing is known,
-    neither choices nor importance, are left out. A shard that is open for writing elsewhere is
-    named and left alone. One that fails (its index is damaged, say) is named with the reason, and
-    the others are done.
+    A span is copied in its new order, and the copy takes its place once it is whole: nothing stored
+    is edited, and an interruption leaves the old one. Spans about which nothing is known, neither
+    choices nor importance, are left out. A shard that is open for writing elsewhere is named and
+    left alone. One that fails (its index is damaged, say) is named with the reason, and the others
+    are done.
 
-    A copy wants room in the segment files there are: none is added, so that disk_bytes holds, and
-    one that is left empty goes. What is written counts in daily_write_bytes of whoever serves next.
+    A copy needs room in the existing segment files: none is added, so that disk_bytes holds, and
+    one that is left empty is deleted. What is written counts in daily_write_bytes of the process
+    that serves next.
 
     What a request reads is an estimate: rows are taken to be chosen independently of each other.
-    There is none (–) of a span that is rewritten as it lies, without its dead windows. In the JSON
-    `picked` counts what moved, or would; `moved` only what did.
+    There is none (–) for a span that is rewritten in its old order, without its dead windows. In
+    the JSON, `picked` counts the spans that moved or would move; `moved` only those that did.
 
     **Exit status**
 
-    0 done, also where spans had no room for a copy · 1 a span does not read back (it goes, but for
-    a dry run), there was no memory for one, a copy failed or was not committed in time, or a shard
-    was open elsewhere or failed · 2 it could not run, or not in any shard
+    0 done, even where spans had no room for a copy · 1 a span does not read back (it is deleted,
+    except in a dry run), there was no memory for one, a copy failed or was not committed in time,
+    or a shard was open elsewhere or failed · 2 it could not run, or not in any shard
 
     **Examples**
 
@@ -87,7 +88,7 @@ def repack(
 def _all_repacked(
     where: Path, shards: list[Shard], identity: Identity, dry_run: bool
 ) -> tuple[RepackReport, list[str], list[str]]:
-    """What came of all shards, and the names of those that were busy and of those that failed."""
+    """The report on all shards, and the names of those that were busy and of those that failed."""
     report = RepackReport(dry_run)
     busy: list[str] = []
     failed: list[str] = []
@@ -98,14 +99,14 @@ def _all_repacked(
         except StoreLocked as taken:
             busy.append(shard.name)
             complain(f"impress: {taken}")
-        except (ImpressError, MediumError, OSError) as error:  # the others are done all the same
+        except (ImpressError, MediumError, OSError) as error:  # the other shards are still done
             failed.append(shard.name)
             complain(f"impress: {line_of(error)} (shard {shard.name})")
     return report, busy, failed
 
 
 def _repacked(where: Path, shard: Shard, identity: Identity, dry_run: bool) -> RepackReport:
-    # Its disk_bytes is known to its server alone: no segment is added, and nothing is evicted.
+    # Only its server knows its disk_bytes: no segment is added, and nothing is evicted.
     n_bytes = sum(size_of(path) for path in segment_paths(shard.segments))
     config = Config(
         window=identity.window, dram_bytes=0, repack_every_s=0, shard=shard.number,

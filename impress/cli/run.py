@@ -48,7 +48,7 @@ def run(
             help="The long text the question is about (UTF-8); - is stdin.",
         ),
     ],
-    query: Annotated[str, typer.Option(metavar="TEXT", help="What comes after the text.")],
+    query: Annotated[str, typer.Option(metavar="TEXT", help="The question about the text.")],
     store: Store = None,
     max_new_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Most tokens to generate.")
@@ -59,23 +59,24 @@ def run(
     disk_gib: DiskGib = None,
     as_json: Json = False,
 ) -> None:
-    """Answer a question about a text; the text is computed once and reused ever after.
+    """Answer a question about a text; the text is computed once and reused from then on.
 
-    The prompt is the text followed by the question, tokenised apart so that the text's tokens do
-    not depend on the question. The longest stored prefix of it is read from the store, the rest is
-    computed and stored, until the disk or --disk-gib is full; then what is worth least goes.
-    Decoding is greedy. Families: OPT, Llama, Qwen2, Qwen3, Mistral. Nothing is fetched from a
-    network. It computes on the CPU. Run it twice to see the difference.
+    The prompt is the text followed by the question, tokenised separately so that the text's tokens
+    do not depend on the question. The longest stored prefix of the prompt is read from the store.
+    The rest is computed and stored, until the disk or --disk-gib is full; then what is worth least
+    is evicted. Decoding is greedy. Model families: OPT, Llama, Qwen2, Qwen3, Mistral. Nothing is
+    fetched from a network. It computes on the CPU. Run it twice to see the difference.
 
     Prints the answer, then how much of the prompt came from the store, the time to the first
-    token (TTFT), bytes by tier, and the mode with why it was taken: recompute, exact (a stored
-    prefix was reused) or sparse (chosen rows of it: how many, what was wanted and moved for them,
-    and the attention they may miss; docs/SELECTION.md says what each policy guarantees).
+    token (TTFT), bytes by tier, and the mode and why it was taken: recompute, exact (a stored
+    prefix was reused) or sparse (chosen rows of one were: how many, how much was wanted and moved
+    for them, and how much attention they may miss; docs/SELECTION.md says what each policy
+    guarantees).
 
     **Exit status**
 
-    0 answered, also where what was computed could not be stored (a full disk, say: it prints why) ·
-    2 it could not: no such model, torch is missing, another model's store
+    0 answered, even where what was computed could not be stored (a full disk, say: it prints why) ·
+    2 it could not answer: no such model, torch is missing, another model's store
 
     **Examples**
 
@@ -116,7 +117,7 @@ def _answer(
         prompt_ids = torch.tensor([ids], dtype=torch.int64)
         sequences = engine.generate(
             prompt_ids, max_new_tokens=n_new, do_sample=False,
-            attention_mask=torch.ones_like(prompt_ids),  # a pad token in a text is meant
+            attention_mask=torch.ones_like(prompt_ids),  # a pad token in the text is deliberate
             policy=policy,  # named, so not guarded
         )  # fmt: skip
         request = _when_stored(engine)
@@ -145,7 +146,7 @@ def _answer(
 
 
 def _when_stored(engine: Any) -> Any:
-    """What the request did. Where storing failed the answer is there: it is told as refused."""
+    """What the request did. A failure to store is reported as refused: the answer is there."""
     failed = ""
     try:
         engine.flush()
@@ -157,7 +158,7 @@ def _when_stored(engine: Any) -> Any:
 
 
 def _print(found: dict[str, Any]) -> None:
-    sys.stdout.write(found["answer"] + "\n")  # rich would make spaces of its tabs
+    sys.stdout.write(found["answer"] + "\n")  # rich would turn its tabs into spaces
     read = ", ".join(f"{size(n)} from {tier}" for tier, n in found["bytes_by_tier"].items())
     out.print(
         f"\n[bold]{found['mode']}[/bold]: {found['hit_tokens']:,} of {found['prompt_tokens']:,} "

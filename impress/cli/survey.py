@@ -26,10 +26,10 @@ HOTTEST: Final = 5
 
 
 def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
-    """A snapshot of any store, whatever model it is of. Holds up no writer.
+    """A snapshot of any store, whichever model it is for. Holds up no writer.
 
-    A shard that cannot be read is tried twice, as its index may just be being made, and then left
-    out: `store.left_out()` names it, and the log.
+    A shard that cannot be read is tried twice, since its index may just be in the making, and then
+    left out; `store.left_out()` and the log name it.
     """
     identity = read_identity(path)
     config = Config(window=identity.window, dram_bytes=0, io_threads=1, follow_every_s=0)
@@ -43,12 +43,12 @@ def open_for_reading(path: Path) -> tuple[PrefixStore, Identity]:
         raise FormatError(f"{err} (impress verify says what else)") from None
     if store.left_out():
         store.follow()
-    store.absent()  # no rows are read: a full store would find no room while this is looked at
+    store.absent()  # no rows are read: a full store's writers need not wait for this reader
     return store, identity
 
 
 def unread(store: PrefixStore) -> list[str]:
-    """Shards of which not all is seen: they cannot be read or listed, or were renamed or copied."""
+    """Shards that are not seen in full: unreadable, not to be listed, renamed or copied."""
     names = [*store.left_out(), *strays_of(store.path)]
     return names + [s.name for s in shards_of(store.path) if s.name not in names and _is_strange(s)]
 
@@ -92,15 +92,15 @@ def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
 
 
 def called(namespace: bytes, name: str) -> str:
-    """What a namespace is shown as: an engine derives its own from the model, without a name."""
+    """What a namespace is shown as: one that an engine derives from the model has no name."""
     return name or f"model {namespace.hex()[:12]}"
 
 
 def known_of(store: PrefixStore, span: int) -> tuple[float | None, float | None]:
-    """(mean score of a span's chunks, share of its rows that mattered); None: nobody knows yet.
+    """(mean score of a span's chunks, share of its rows that mattered); None: not known yet.
 
-    A chunk's score is uses × share of rows that requests needed, as caches go by it; the share here
-    is of rows that they chose, and needs a sparse request.
+    A chunk's score, by which caches decide, is uses × share of rows that requests needed; the share
+    returned here is of the rows they chose, and needs a sparse request.
     """
     found = store.history.summary(span)
     if found is None:
@@ -112,7 +112,7 @@ def known_of(store: PrefixStore, span: int) -> tuple[float | None, float | None]
 def _ssd(store: PrefixStore, shares: Sequence[Share]) -> dict[str, Any]:
     """Bytes of the segments; what spans own is used. A writer's unfinished stores count as free.
 
-    `missing`: bytes that spans own and no segment has. Shards that cannot be read do not count.
+    `missing`: bytes that spans own but no segment has. Shards that cannot be read do not count.
     """
     left_out = unread(store)
     shares = [share for share in shares if share.name not in left_out]
@@ -164,7 +164,7 @@ def _hottest(store: PrefixStore) -> list[dict[str, Any]]:
 def mean_known(
     store: PrefixStore, runs: Iterable[tuple[int, int]]
 ) -> tuple[float | None, float | None]:
-    """`known_of` the (span, windows) of a prefix: means over the windows that are known of."""
+    """`known_of` for the (span, windows) of a prefix: means over the windows with a known value."""
     sums, weights = [0.0, 0.0], [0, 0]
     for span, n_windows in runs:
         for i, value in enumerate(known_of(store, span)):
@@ -176,7 +176,7 @@ def mean_known(
 
 
 def tree_of(store: PrefixStore) -> list[dict[str, Any]]:
-    """Every node, parents before children: its depth, its windows on the prompt, where they lie."""
+    """Every node, parents before children: its depth, its windows in the prompt, where they lie."""
     rows = []
     for depth, view, root, n_windows, hits in store.catalog.walk():
         rows.append(
@@ -219,9 +219,9 @@ def stored_prefixes(store: PrefixStore, tokens: Tokens) -> list[dict[str, Any]]:
 
 
 def read_token_file(path: Path) -> Tokens:
-    """Token ids from a file: a JSON list, integers apart by white space, or .npy."""
+    """Token ids from a file: a JSON list, integers separated by white space, or .npy."""
     try:
-        is_array = path.suffix == ".npy"  # of a text some editors begin with a mark
+        is_array = path.suffix == ".npy"  # some editors begin a text with a mark
         found = _array(path) if is_array else text_of(path).removeprefix("\ufeff")
     except ValueError as err:
         raise BadInput(f"{path}: not token ids: {err}") from None
@@ -229,7 +229,7 @@ def read_token_file(path: Path) -> Tokens:
 
 
 def tokens_in(found: Any, path: Path) -> Tokens:
-    """Those of a file's text, or of its array. Raises BadInput, which names the file. Pure."""
+    """Token ids from a file's text or array. Raises BadInput, which names the file. Pure."""
     try:
         ids = _ids(found) if isinstance(found, str) else found
     except ValueError as err:
@@ -247,7 +247,7 @@ def _ids(text: str) -> Any:
 
 
 def from_json(text: str) -> Any:
-    """The value of a text. Raises ValueError for one that is none, or nested too deep to read."""
+    """The value of a JSON text. Raises ValueError if it is not JSON, or nested too deep to read."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -255,7 +255,7 @@ def from_json(text: str) -> Any:
 
 
 def _array(path: Path) -> Any:
-    """Raises OSError, and ValueError whatever NumPy makes of the rest: to it a header is Python."""
+    """Raises OSError, and ValueError for all else NumPy raises: it parses a header as Python."""
     with path.open("rb") as file:
         if file.read(6) != b"\x93NUMPY":
             raise ValueError("no .npy array")

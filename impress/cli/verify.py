@@ -28,9 +28,9 @@ def verify(store: Store = None, as_json: Json = False) -> None:
     agree with each other, that no two spans share space and that the radix tree they make is
     sound. Writes nothing, and works while another process writes to the store. A span that does
     not verify is no danger to a running model: its reads fail and the prompt is computed again.
-    One that hangs from what another shard has evicted is counted ("orphans"), and is no problem:
-    the next writer of its own shard deletes it. So is one that may hang from a shard whose index
-    cannot be read ("waiting"); that index is the problem.
+    A span that hangs from one that another shard has evicted is counted ("orphans"), but is no
+    problem: the next writer of its own shard deletes it. The same goes for one that may hang from a
+    shard whose index cannot be read ("waiting"); that index is the problem.
 
     **Exit status**
 

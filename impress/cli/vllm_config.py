@@ -1,4 +1,4 @@
-"""`impress vllm-config`: what to give vLLM so that it uses a store."""
+"""`impress vllm-config`: what to pass to vLLM so that it uses a store."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from impress.policy import Paper, Quality
 
 _MOST_MIB = MOST_BYTES // MIB
 
-#: Policies by the name an operator types, as the connector's settings spell them: with what each
-#: has by default, here as everywhere, and said, so that an operator sees it.
+#: Policies by the name an operator types, spelled as in the connector's settings: each with its
+#: usual default, written out so that an operator sees it.
 _FLOORS: dict[str, dict[str, Any]] = {
     "exact": {"name": "exact"},
     "paper": {"name": "paper", "keep": Paper().keep},
@@ -69,7 +69,7 @@ def _config(
     }
     if floor is not None:
         extra["floor"] = _named("--floor", floor)
-        if policy not in ("exact", floor):  # as the connector has it, whose settings need torch
+        if policy not in ("exact", floor):  # as in the connector, whose settings need torch
             raise BadInput(
                 f"--floor {floor} does not allow --policy {policy} to every request: name {policy} "
                 "as the floor too, or exact as the policy"

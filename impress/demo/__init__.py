@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-#: Of the random model's weights; nothing else is drawn.
+#: Seeds the random model's weights, and nothing else.
 SEED: Final = 20250214
 #: The trained models, in the order they are asked.
 CHECKPOINTS: Final = ("agreeing", "specialised")
@@ -21,7 +21,7 @@ CHECKPOINTS: Final = ("agreeing", "specialised")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is asked. Questions are by document, of the later acts by task too."""
+    """How much is asked. Questions are counted per document, in the later acts per task too."""
 
     reuse_documents: int
     reuse_questions: int
@@ -41,5 +41,5 @@ SIZES: Final = {
 
 
 def n_asked(size: Size, by_task: dict[str, int]) -> int:
-    """Questions of a later act, over both checkpoints."""
+    """Number of questions in a later act, over both checkpoints."""
     return len(CHECKPOINTS) * size.documents * sum(by_task.values())

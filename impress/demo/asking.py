@@ -3,8 +3,8 @@
     each question: recompute · exact · paper · quality     in an order that rotates
                    every hit from a cold SSD: no copies in RAM, caches dropped before each
 
-Right or wrong is the one word that the model writes. What it is compared with (full KV) continues
-from one dense prefill of the document, held in memory, by the same code path.
+The one word that the model writes is right or wrong. The answer it is compared with (full KV)
+continues from one dense prefill of the document, held in memory, by the same code path.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from impress.policy import Exact, Paper, Policy, Quality
 
 POLICIES: Final[dict[str, Policy]] = {"exact": Exact(), "paper": Paper(), "quality": Quality()}
 MODES: Final = ("recompute", *POLICIES)
-#: The policy decides alone, nothing stays in RAM from one request to the next, and rows move when
-#: the third act says so.
+#: The policy alone decides, nothing stays in RAM from one request to the next, and rows move only
+#: when the third act says so.
 _CONFIG: Final = Config(
     dram_bytes=0, segment_bytes=64 * MIB, mode="sparse", repack_every_s=0,
     probes=tuple(policy.probe for policy in POLICIES.values() if policy.probe),
@@ -87,7 +87,7 @@ def ask_again(folder: Path, size: Size, say: Say) -> dict[str, Any]:
 
 
 def _opened(folder: Path) -> Iterator[tuple[str, hf.Engine]]:
-    """Each checkpoint's engine over its store, which only reads; closed when the next is wanted."""
+    """Each checkpoint's engine over its store, reading only; closed when the next is wanted."""
     for checkpoint in CHECKPOINTS:
         place = lookup_place(folder, checkpoint)
         model, _ = load(place / "model")
@@ -100,7 +100,7 @@ def _first(doc: Document, size: Size) -> list[Question]:
 
 
 def _other(doc: Document, size: Size) -> list[Question]:
-    """Questions that were not asked before; of the diffuse task there are too few: again those."""
+    """Questions that were not asked before; the diffuse task has too few, so it repeats some."""
     others: list[Question] = []
     for task in TASKS:
         n, n_before = size.repacked_questions[task], size.questions[task]
@@ -132,7 +132,7 @@ def _prefilled(model: Any, doc: Document) -> Any:
 
 
 def _one_way(engine: hf.Engine, ids: torch.Tensor, mode: str) -> tuple[int, dict[str, Any]]:
-    """The word written, and what it took. Raises StoreFailed where the mode is another's."""
+    """The word written, and what it took. Raises StoreFailed where it ran in another mode."""
     if mode == "recompute":
         [word], ttft_ms = recompute(engine.model, ids, 1)
         return word, {"ttft_ms": ttft_ms}
@@ -161,8 +161,8 @@ def _known(mass: float) -> float | None:
 
 
 def _row(doc: Document, q: Question, mode: str, truth: int, word: int, took: dict[str, Any]) -> Row:
-    """`agrees` is with full KV, also for recompute: computed in one piece, it may round otherwise.
-    Recompute is right where full KV is."""
+    """`agrees` is with full KV, even for recompute: computed in one piece, that may round
+    differently. Recompute counts as right where full KV is right."""
     return {
         "task": q.task,
         "document": doc.index,
@@ -176,7 +176,7 @@ def _row(doc: Document, q: Question, mode: str, truth: int, word: int, took: dic
 
 
 def _warm_up(engine: hf.Engine, doc: Document) -> None:
-    """Threads, allocators and code paths, in every mode; with a question of two words."""
+    """Warm up threads, allocators and code paths, in every mode, with a question of two words."""
     ids = torch.tensor([[*doc.tokens, *doc.tokens[1:3]]])
     for mode in MODES:
         _one_way(engine, ids, mode)

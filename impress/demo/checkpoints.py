@@ -12,7 +12,7 @@ from impress.demo.lookup.tasks import Document, document
 from impress.demo.lookup.tokenizer import decode
 from impress.demo.lookup.words import PAD, START, VOCABULARY
 
-#: Of a document; a power of two, so that all of it is whole windows.
+#: Length of a document; a power of two, so that all of it is whole windows.
 DOCUMENT_TOKENS: Final = 1024
 _PACKAGED: Final = Path(__file__).parent / "lookup"
 
@@ -20,8 +20,8 @@ _PACKAGED: Final = Path(__file__).parent / "lookup"
 def install(checkpoint: str, folder: Path, n_documents: int) -> None:
     """Put the model with a tokenizer, and the documents as text, under `folder`. Raises OSError.
 
-    It is to compute in float32: a processor without units for the float16 that the weights are in
-    takes four times as long, and recomputing would look that much slower than reading.
+    The model computes in float32: a processor without units for float16 (the dtype of the saved
+    weights) takes four times as long, and recomputing would look that much slower than reading.
     """
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)

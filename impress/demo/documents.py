@@ -5,7 +5,7 @@ from __future__ import annotations
 import pydoc
 from typing import Final, NamedTuple
 
-#: Characters kept of each; the tokenizer cuts further, to DOCUMENT_TOKENS.
+#: Characters kept of each text; the tokenizer cuts further, to DOCUMENT_TOKENS.
 _MOST_CHARS: Final = 9000
 
 _MODULES: Final = {

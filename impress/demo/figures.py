@@ -1,4 +1,4 @@
-"""The demo's rows, one for each request, to the figures this project tracks. Pure."""
+"""Turns the demo's rows, one for each request, into the figures this project tracks. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = dict[str, Any]
 REUSE_TITLES: Final = {"recompute": "recompute", "ssd": "hit from SSD", "dram": "hit from DRAM"}
 #: Acts with right and wrong answers, and what the names of their figures begin with.
 PREFIXES: Final = {"choice": "", "repacked": "repacked."}
-#: Modes that bring every row: their answers must be those of full KV.
+#: Modes that load every row: their answers must be those of full KV.
 _EXACT: Final = ("ssd", "dram", "exact")
 _SHARES: Final = ("rows_share", "fallback_share", "bytes_share", "transferred_share")
 _MASSES: Final = ("estimated_missing_mass", "missing_mass_worst_head")
@@ -21,7 +21,7 @@ _MASSES: Final = ("estimated_missing_mass", "missing_mass_worst_head")
 def figures_of(rows: Sequence[Row]) -> dict[str, float]:
     """By checkpoint and task, checkpoint, task, and in all: [checkpoint.][task.][repacked.]mode.x.
 
-    Times are percentiles, ratios those of the medians over the same questions to recompute's;
+    Times are percentiles; a ratio is a mode's median to recompute's, over the same questions;
     everything else is a mean over requests.
     """
     figures = {
@@ -36,7 +36,7 @@ def figures_of(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _reuse(rows: Sequence[Row]) -> dict[str, float]:
-    """The first act's; the second has a `recompute` of its own."""
+    """The first act's figures; the second act has a `recompute` of its own."""
     figures: dict[str, float] = {}
     for mode in REUSE_TITLES if rows else ():
         where = "reuse.recompute" if mode == "recompute" else mode
@@ -49,7 +49,7 @@ def _reuse(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """What a figure's name begins with, and the rows it is of."""
+    """The beginning of a figure's name, and the rows the figure is made from."""
     for act, prefix in PREFIXES.items():
         for checkpoint in ("", *_names(rows, "checkpoint")):
             for task in ("", *_names(rows, "task")):

@@ -1,7 +1,7 @@
 """The first act's model: a Llama with grouped-query attention and random weights, a BPE tokenizer.
 
 Sized so that recomputing 1,500 tokens takes a second or two on two cores. Saved as any
-Transformers model is, so `impress run --model` works on it. `load` and `recompute` serve any.
+Transformers model is, so `impress run --model` works on it. `load` and `recompute` take any model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def make_tokenizer(texts: Sequence[str]) -> Any:
 
 
 def make_model() -> Any:
-    """Float32, about 27 million weights, the same ones every time. Moves torch's global seed."""
+    """Float32, about 27 million weights, the same ones every time. Sets torch's global seed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(SEED)
@@ -76,7 +76,7 @@ def cut(document: Document, tokenizer: Any) -> Document:
 
 
 def save(folder: Path, documents: Sequence[Document]) -> list[Document]:
-    """Write model and tokenizer to `folder`; the documents, cut to size. Raises StoreFailed."""
+    """Save model and tokenizer in `folder`; return documents cut to size. Raises StoreFailed."""
     from safetensors import SafetensorError
 
     tokenizer = make_tokenizer([document.text for document in documents])
@@ -102,7 +102,7 @@ def recompute(
 ) -> tuple[list[int], float]:
     """(new tokens, ms to the first) of ids [1, n] by the model alone, without the store.
 
-    `cache`, an in-memory one of Transformers, holds the first tokens' rows and gets the rest's.
+    `cache`, an in-memory one of Transformers, holds the first tokens' rows and gets the others.
     """
     first = FirstLogits(perf_counter())
     result = model.generate(

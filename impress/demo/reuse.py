@@ -54,7 +54,7 @@ def compute(folder: Path, size: Size, say: Say) -> dict[str, Any]:
 
 
 def stored(engine: hf.Engine) -> dict[str, Any]:
-    """The store's counters when all of it is durable. Raises StoreFailed if any was refused."""
+    """The store's counters once all of it is durable. Raises StoreFailed if any was refused."""
     engine.flush()
     stats = engine.store.stats()
     if stats["refused"]:
@@ -67,7 +67,7 @@ def stored(engine: hf.Engine) -> dict[str, Any]:
 
 
 def answer(folder: Path, size: Size, say: Say) -> dict[str, Any]:
-    """Answer every question recomputing, from SSD and from DRAM, in turns; nothing is stored."""
+    """Answer every question by recomputing, from SSD and from DRAM, in turn; nothing is stored."""
     n_asked = size.reuse_documents * size.reuse_questions
     say("loading the model", 0, n_asked)
     model, tokenizer = load(folder / "model")
@@ -87,7 +87,7 @@ def answer(folder: Path, size: Size, say: Say) -> dict[str, Any]:
 
 
 def _prompt(tokenizer: Any, text: str, question: str) -> torch.Tensor:
-    """[1, n_tokens]; tokenised apart, so that the document's tokens are always the same."""
+    """[1, n_tokens]; tokenised separately, so that the document's tokens are always the same."""
     return torch.tensor([tokenizer(text)["input_ids"] + tokenizer(question)["input_ids"]])
 
 
@@ -95,7 +95,7 @@ def _asked(
     model: Any, engine: hf.Engine, ids: torch.Tensor, document: Document, question: str,
     *, hits_first: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each way. DRAM right after SSD, which fills it; recomputing before or after."""
+    """A row for each way. DRAM comes right after SSD, which fills it; recompute before or after."""
     answers: dict[str, list[int]] = {}
     rows = []
     for mode in ("ssd", "dram", "recompute") if hits_first else MODES:
@@ -136,7 +136,7 @@ def _one_way(
 
 
 def _warm_up(model: Any, engine: hf.Engine) -> None:
-    """Threads, allocators and code paths; on tokens no document begins with."""
+    """Warm up threads, allocators and code paths, on tokens that no document begins with."""
     ids = torch.zeros((1, 100), dtype=torch.int64)
     for mode in ("recompute", "dram"):
         _one_way(model, engine, ids, mode)

@@ -21,9 +21,9 @@ from impress.terminal import err
 from impress.write.directory import Shard, shards_of, writing
 from tiers.files import lock_file, unlock_file
 
-MARKER: Final = "impress-demo.json"  # stands in a folder the demo made
+MARKER: Final = "impress-demo.json"  # marks a folder that the demo made
 LOG: Final = "worker.log"
-#: Idle OpenMP threads sleep. Where other work shares the cores, spinning ones made recomputing
+#: Idle OpenMP threads sleep. Where other work shares the cores, spinning threads made recomputing
 #: twice and a hit several times as slow (measured on two cores, load 3).
 THREADS: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -44,8 +44,8 @@ def lookup_place(folder: Path, checkpoint: str) -> Path:
 
 @contextmanager
 def prepared(folder: Path) -> Iterator[None]:
-    """An empty or new folder, or one the demo made: of that, only its stores are removed. Nobody
-    else's demo plays there until the block ends."""
+    """Takes an empty or new folder, or one the demo made, from which it removes only the stores. No
+    other demo runs there until the block ends."""
     marker = folder / MARKER
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"--dir {folder}: not a directory")
@@ -81,7 +81,7 @@ def _remove(store: Path) -> None:
 
 
 def run_step(step: str, folder: Path, size: str) -> dict[str, Any]:
-    """Run one process to its end, showing how far it is; what it found. Raises ImpressError."""
+    """Run one process to its end, showing its progress; return its result. Raises ImpressError."""
     command = (sys.executable, "-P", "-m", "impress.demo.worker", step, str(folder), size)
     columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn())  # fmt: skip

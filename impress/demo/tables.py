@@ -1,4 +1,4 @@
-"""The demo's figures as people read them: one table an act. Pure."""
+"""The demo's figures for people to read: one table per act. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def reuse_table(rows: Sequence[Row], figures: Mapping[str, float]) -> Table:
 
 
 def choice_table(figures: Mapping[str, float], modes: Sequence[str], prefix: str = "") -> Table:
-    """A later act: one line for each mode, of each checkpoint and of both. Shares in percent."""
+    """A later act: one line for each mode, for each checkpoint and for both. Shares in percent."""
     table = _table("What was answered, and what was read for it (shares in %)")
     titles = (
         "TTFT\np50 ms",

@@ -40,7 +40,7 @@ def main() -> None:
     logging.disable_progress_bar()
     step, folder, size = sys.argv[1:]
     try:
-        with redirect_stdout(sys.stderr):  # whatever a library prints is no message of ours
+        with redirect_stdout(sys.stderr):  # what a library prints is not a message of ours
             result = STEPS[step](Path(folder), SIZES[size], _say)
     except KeyboardInterrupt:
         raise SystemExit(2) from None

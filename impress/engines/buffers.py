@@ -1,4 +1,4 @@
-"""KV rows of requests in contiguous virtual buffers: reserved for the longest, there as they grow.
+"""KV rows of requests in contiguous virtual buffers: reserved for the longest, backed as they grow.
 
     attach ── reserve 2N ranges
     rent   ── neighbouring idle slots, memory behind the prompt's rows ──> RowsCache writes there
@@ -6,7 +6,7 @@
       └─ few rows left ──> thread: back the next page, before it is needed
     release── slots idle, memory stays for the next request; thread: beyond keep_bytes it goes
 
-One lock guards the slots; it is held while memory is put behind one growth, never across I/O.
+One lock guards the slots; it is held while memory for one growth is added, never across I/O.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from tiers.threads import Worker
 log = logging.getLogger("impress")
 
 #: With fewer rows left than this the next page is asked for: a few steps of decoding, each of
-#: which takes longer than to back a page.
+#: which takes longer than backing a page.
 AHEAD_ROWS: Final = 16
 
 
 class Rental:
-    """Slots of one request. `reach` by its own thread; `release` by any.
+    """Slots of one request. `reach` is for its own thread; `release` for any.
 
-    One that nobody knows any more and nobody released (a signal's exception came between) is over.
+    One no longer referenced but never released (a signal's exception came between) is over.
     """
 
     def __init__(self, buffers: VirtualBuffers, slots: range, n_most: int, number: int) -> None:
         self.slots = slots
         self.number = number  # of the slots' renter
         self.n_most = n_most
-        self.room = 0  # rows memory is behind in every slot; written under the buffers' lock
+        self.room = 0  # rows backed by memory in every slot; written under the buffers' lock
         self.is_left = False  # it could not grow: its request has moved to ordinary memory
         self.untouched: Callable[[], bool] = lambda: True
-        """Whether nothing but its request writes here; a stuck read may do so when that is over."""
+        """Whether nothing but its request writes here; a stuck read may do so even after it."""
         self._buffers = buffers
-        self._planes = buffers.planes  # what it rented stays its own, also after `close`
+        self._planes = buffers.planes  # what it rented stays its own, even after `close`
         self._asked = -1  # the room at which more was last asked for
         self.is_over = False
 
@@ -66,7 +66,7 @@ class Rental:
         return k[self.slots.start : self.slots.stop], v[self.slots.start : self.slots.stop]
 
     def reach(self, n_rows: int) -> bool:
-        """Whether memory is behind the first n_rows rows now. Waits only where it must be made."""
+        """Whether the first n_rows rows have memory now. Waits only where it must be added."""
         if n_rows > self.room and (self.is_left or not self._buffers.grow(self, n_rows)):
             self.is_left = True
             return False
@@ -77,32 +77,32 @@ class Rental:
         return True
 
     def release(self) -> None:
-        """Nobody looks at the rows any more; rented again when they are untouched. Idempotent."""
+        """Nobody looks at the rows any more; slots are rented again once untouched. Idempotent."""
         self._buffers.take_back(self)
 
     def __del__(self) -> None:
-        if not getattr(self, "is_over", True):  # no lock: the collector may come by with it held
+        if not getattr(self, "is_over", True):  # no lock: the collector may run while it is held
             self._buffers.lost.append(self)
 
 
 class VirtualBuffers:
     """2N buffers of an engine. Where the machine refuses them, `rent` says so and gives nothing.
 
-    Views of the buffers keep their addresses reserved, also after `close`.
+    Views of the buffers keep their addresses reserved, even after `close`.
     """
 
     def __init__(self, geometry: Geometry, settings: Virtual, context: int, ranges: Ranges) -> None:
-        """context: tokens, of a slot. Effects: addresses reserved; memory, none."""
+        """context: tokens per slot. Effects: reserves addresses, no memory."""
         self.sizes = Sizes.of(geometry, settings.batch, context, ranges.page_bytes)
         self.device = torch.device(ranges.device)
         self.said = "virtual"
-        """Of the latest request: where its rows were, with why where that is not here."""
+        """Where the latest request's rows were, and why if that is not here."""
         self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._settings = settings
         self._ranges = ranges
         self.areas: list[tuple[Range, Range]] = []  # K's and V's, by layer
         self._touched: list[Rental] = []  # over, but a stuck read may still write there
-        self.lost: deque[Rental] = deque()  # that nobody released, and nobody can
+        self.lost: deque[Rental] = deque()  # never released, and nobody can any more
         self._uses = 0  # a clock for last_use
         self._n_rentals = 0
         self._lock = threading.Lock()
@@ -110,11 +110,11 @@ class VirtualBuffers:
         self._asked: queue.SimpleQueue[Rental | threading.Event | None] = queue.SimpleQueue()
         self._thread: Worker | None = None
         self._refused = self._reserve(geometry)
-        # Of buffers that are there: a batch they are refused for may be of more than memory holds.
+        # Only for buffers that exist: a batch that was refused may be of more than memory holds.
         self._slots = [] if self._refused else [Slot() for _ in range(settings.batch)]
 
     def _reserve(self, geometry: Geometry) -> str:
-        """Why not, "" when all 2N are there."""
+        """Why they were refused, "" when all 2N are there."""
         sizes, areas = self.sizes, self.areas
         try:
             for _ in range(sizes.n_layers):
@@ -158,7 +158,7 @@ class VirtualBuffers:
     # ---- renting ---------------------------------------------------------------------------
 
     def rent(self, batch: int, n_rows: int, n_most: int) -> Rental | None:
-        """Slots for `batch` prompts, memory behind the first n_rows rows; None: `said` says why.
+        """Slots for `batch` prompts, the first n_rows rows backed; None: `said` says why.
 
         n_most: rows they will have at most, as far as is known.
         """
@@ -188,7 +188,7 @@ class VirtualBuffers:
         return rental
 
     def grow(self, rental: Rental, n_rows: int, *, stalls: bool = True) -> bool:
-        """Memory behind n_rows rows of a rental, now; False: `said` says why."""
+        """Put memory behind n_rows rows of a rental, now; False: `said` says why."""
         begin = perf_counter()
         with self._lock:
             why = self._grow(rental, n_rows) if n_rows > rental.room else ""
@@ -199,7 +199,7 @@ class VirtualBuffers:
         return not why
 
     def _grow(self, rental: Rental, n_rows: int) -> str:
-        """Under the lock. Why not, "" when it is there."""
+        """Under the lock. Why there is no memory, "" when it is there."""
         sizes, slots, budget = self.sizes, self._slots, self._settings.budget_bytes
         if self._refused or rental.is_over:
             return self._refused or "the request is over"
@@ -223,7 +223,7 @@ class VirtualBuffers:
         return ""
 
     def _back(self, i: int, n_rows: int) -> None:
-        """Memory behind n_rows rows of slot i in all buffers; whatever is raised, nothing more."""
+        """Put memory behind n_rows rows of slot i in all buffers; on any error none is added."""
         old, new = self.sizes.backed(self._slots[i].n_rows), self.sizes.backed(n_rows)
         done: list[tuple[Range, int, int]] = []
         try:
@@ -248,7 +248,7 @@ class VirtualBuffers:
             self.ask(rental)
 
     def _end(self, rental: Rental) -> None:
-        """Under the lock. Idempotent; Ctrl-C may come anywhere, once it is among the touched."""
+        """Under the lock. Idempotent; once it is among the touched, Ctrl-C may come anywhere."""
         if rental.is_over:
             return
         rental.is_over = True
@@ -258,7 +258,7 @@ class VirtualBuffers:
             slot.use, slot.last_use = Use.TOUCHED, self._uses
 
     def _regain(self) -> None:
-        """Under the lock: slots that no read is stuck at any more are idle."""
+        """Under the lock: slots at which no read is stuck any more become idle."""
         while self.lost:
             self._end(self.lost[0])
             self.lost.popleft()
@@ -290,7 +290,7 @@ class VirtualBuffers:
                     self._thread = Worker(self._run, "impress-rows")
                     try:
                         self._thread.start()
-                    except MediumError as err:  # a request backs its own pages, then
+                    except MediumError as err:  # requests then back their own pages
                         log.warning("no memory is added ahead of need: %s", err)
                         return
         self._asked.put(rental)
@@ -304,7 +304,7 @@ class VirtualBuffers:
                     self._reclaim(self._idle() - self._settings.keep_bytes, range(0))
             else:
                 self._grow_ahead(asked)
-            del asked  # else a lost one is known here until the next is asked for
+            del asked  # else a lost rental stays referenced here until the next
 
     def _grow_ahead(self, rental: Rental) -> None:
         """Back a rental's next page, and fill it. The rental may end meanwhile."""
@@ -321,12 +321,12 @@ class VirtualBuffers:
                     self._ranges.fill(area, i * slot + off, end - off)
 
     def _reclaim(self, n_bytes: int, spared: range) -> None:
-        """Under the lock: take memory from idle slots, at least n_bytes if there is so much."""
+        """Under the lock: take memory from idle slots, at least n_bytes if there is that much."""
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)  # what was queued may still read it
         for i in reclaim(self._slots, self.sizes, n_bytes, spared):
             ends = self.sizes.backed(self._slots[i].n_rows)
-            self._slots[i].n_rows = 0  # first: cut off, it has less memory than that no more
+            self._slots[i].n_rows = 0  # first: if cut off, it never has less memory than this
             for pair in self.areas:
                 for area, slot, end in zip(pair, self.sizes.slot_bytes, ends, strict=True):
                     self._ranges.unback(area, i * slot, end)
@@ -362,7 +362,7 @@ class VirtualBuffers:
     def close(self) -> None:
         """End the thread and let the buffers go. Idempotent.
 
-        Rentals that are left keep the memory they have, and fall back when they need more.
+        Remaining rentals keep the memory they have, and fall back when they need more.
         """
         with self._lock:  # no growth goes on meanwhile, and none begins any more
             self._refused = "the engine is closed"
@@ -370,7 +370,7 @@ class VirtualBuffers:
         if _begun(self._thread):
             self._asked.put(None)
             self._thread.ended(-1)
-            self._thread = None  # at last: cut off, a second call waits for it
+            self._thread = None  # last: if cut off, a second call waits for it
         with self._lock:
             self._ranges.trim(0)
 

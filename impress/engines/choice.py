@@ -17,29 +17,29 @@ import numpy as np
 from impress.engines.costs import DECAY, KNOWN, MODES, READS, Costs, Fit, Stored
 from impress.engines.regime import Expected, IfWhole, Regime
 
-#: A mode that seems slower is measured again after it was passed over so many times: 16 at first,
-#: then twice as many each time it still is slower, up to 128; or up to more, where measuring it
+#: A mode that seems slower is measured again after it was passed over this many times: 16 at first,
+#: then twice as many each time it still is slower, up to 128; or further, where measuring it
 #: every 128 requests would add more than _LOOK_SHARE to what these take. From the second time on
 #: it may add _EARLY times that share.
 _LOOK_AGAIN: Final = (16, 128)
 _LOOK_SHARE: Final = 0.02
 _EARLY: Final = 4
-#: After so many where the policy's own mode is wanted for more than its time (decision 0011).
+#: Times passed over, where the policy's own mode is wanted for more than its time (decision 0011).
 _WANTED: Final = 3
-#: A prompt so many times as long as any that was recomputed may take what no forward has told.
+#: A prompt over this many times as long as any recomputed one may take what no forward has shown.
 _LONGER: Final = 2
-#: A process's first forward may take so many times as long as a later one. On a device, where it
+#: A process's first forward may take this many times as long as a later one. On a device, where it
 #: loads what later ones run, it may be tens of times: there `Rates` does not learn from it.
 _FIRST_IS_SLOWER: Final = 4.0
-#: The policy's own mode is left for another only where that gains at least so many seconds and at
+#: The policy's own mode is left for another only where that gains at least this many seconds and at
 #: least this share of the other's time: estimates of small things are noise, and a caller who named
 #: a mode is surprised by another.
 _LEAST_GAIN_S: Final = 0.02
 _LEAST_GAIN_SHARE: Final = 0.05
-#: The share instead while only n reads of the own mode are known, n below KNOWN: this ÷ n. Else a
-#: first read that happened to meet a stall would decide until the mode is measured again.
+#: The share while only n reads of the own mode are known, n below KNOWN, is this ÷ n instead. Else
+#: a first read that happened to meet a stall would decide until the mode is measured again.
 _FIRST_GAIN_SHARE: Final = 1.0
-#: Of so many reads of everything it is known what they take, whatever the caches hold.
+#: Reads of everything that are remembered, to know what they take whatever the caches hold.
 _WHOLE_READS: Final = 50
 
 
@@ -52,31 +52,31 @@ class Choice:
 
 
 class Rates:
-    """What an engine's requests have cost, and how the next are gone about. For one thread."""
+    """What an engine's requests have cost, and how the next ones are served. For one thread."""
 
     def __init__(self, *, on_device: bool = False, by_last_use: bool = False) -> None:
-        """`by_last_use`: what was not used for longest goes first from the caches."""
+        """`by_last_use`: the caches drop what was least recently used first."""
         self._on_device = on_device
         self._costs = Costs()
-        self._longest = 0  # tokens that a prompt which was recomputed had
+        self._longest = 0  # tokens of the longest prompt that was recomputed
         # By mode, and whether the prefix was cold.
         self._passed_over: dict[tuple[str, bool], int] = {}
         self._patience: dict[tuple[str, bool], int] = {}
         self._begun = set[str]()  # modes that ran on the device
         self._regime = Regime()
         self._if_whole = IfWhole(by_last_use=by_last_use)
-        # Of reads of everything, with a longer memory: the few that are made while rows are chosen
-        # are too alike to tell what one takes that finds all in the caches.
+        # Fits reads of everything, with a longer memory: the few made while rows are chosen are too
+        # alike to tell what a read takes that finds all of it in the caches.
         self._whole_reads = Fit(3, 1 - 1 / _WHOLE_READS)
         self._before = self._costs  # as they were when the regime turned
-        # Of the request under way and its mode, where it counts in the regime.
+        # The mode of the request under way and its costs, where it counts in the regime.
         self._expected: tuple[str, Expected] | None = None
 
     def note_forward(self, mode: str, n_tokens: int, seconds: float) -> None:
-        """A request computed n_tokens, and took so long, reads not counted.
+        """A request computed n_tokens and took `seconds`, reads not counted.
 
-        On a device the first in each mode tells nothing: it loads kernels and makes their libraries
-        ready.
+        On a device the first request in each mode tells nothing: it loads kernels and makes their
+        libraries ready.
         """
         if self._on_device and mode not in self._begun:
             self._begun.add(mode)
@@ -87,14 +87,14 @@ class Rates:
             self._longest = max(self._longest, n_tokens)
 
     def note_read(self, mode: str, stored: Stored, seconds: float) -> None:
-        """A prefix was read in a mode, and so long was waited for it."""
+        """A prefix was read in a mode, and the request waited `seconds` for it."""
         self._costs.reads[mode].note(stored.amounts, seconds)
         if mode == "exact":
             self._whole_reads.note(stored.amounts, seconds)
 
     def note_request(self, mode: str, seconds: float) -> None:
-        """The request that was chosen for last took so long to its first token; to be noted behind
-        its forward and its read. Where it went another way than it was to, it tells nothing."""
+        """The last request that was chosen for took `seconds` to its first token; to be noted after
+        its forward and its read. Where it was served in another mode, it tells nothing."""
         noted, self._expected = self._expected, None
         if noted is None or noted[0] != mode:
             return
@@ -109,9 +109,9 @@ class Rates:
         self, own: str, n_tokens: int, stored: Stored, *, own_is_wanted: bool = False
     ) -> Choice:
         """The mode for a request, as `decide` says, or as the regime does where hot prefixes are
-        read whole; except that one that was passed over for long is taken to be measured again.
+        read whole; except that a mode passed over for long is taken, to be measured again.
 
-        Effects: counts who was passed over, and what would lie in the caches. `own_is_wanted`: the
+        Effects: counts modes passed over, and what the caches would hold. `own_is_wanted`: the
         policy's own mode is wanted for more than its time, so it waits for _WANTED at most.
         """
         self._expected = None
@@ -124,7 +124,7 @@ class Rates:
                 choice = self._by_regime(choice, n_tokens, stored, seconds)
             self._if_whole.note(stored.spans)
         for mode in sorted(allowed):
-            # Reads of cold prefixes apart: a warm one says nothing of what they take.
+            # Reads of cold prefixes apart: a warm one says nothing about what they take.
             key = mode, mode in READS and stored.cold_bytes > 0
             wait = self._patience.get(key, _LOOK_AGAIN[0])
             patience = _patience(wait, seconds.get(mode), seconds.get(choice.mode))
@@ -140,17 +140,17 @@ class Rates:
                 self._passed_over[key], self._patience[key] = 0, 2 * n
                 if mode in self._costs.reads:
                     self._costs.reads[mode].age(n)
-                self._expected = None  # tells nothing of how requests are gone about
+                self._expected = None  # tells nothing about how requests are served
                 return Choice(mode, f"{mode}: measured again, not taken for {n} requests")
         return choice
 
     def _by_regime(
         self, choice: Choice, n_tokens: int, stored: Stored, seconds: Mapping[str, float | None]
     ) -> Choice:
-        """The choice where it is made by what the caches hold; else the cheapest where hot prefixes
-        are read whole.
+        """The choice as it is, made by what the caches hold; in the regime where hot prefixes are
+        read whole, the cheapest mode under it.
 
-        Effects: noted is what is expected of it so, and would be the other way.
+        Effects: notes what is expected of it in this regime, and would be in the other.
         """
         now, regime = _known(seconds), self._regime
         if len(now) < len(MODES):
@@ -159,7 +159,7 @@ class Rates:
             return choice
         cold = self._if_whole.cold(stored.spans, stored.cache_bytes)
         costs = self._hoped(n_tokens, replace(stored, cold_bytes=cold))
-        if 2 * cold < stored.n_bytes:  # hot: read by chosen rows, it would not lie there
+        if 2 * cold < stored.n_bytes:  # hot: read by chosen rows, it would not be in the caches
             costs.pop("sparse", None)
             best = min(costs, key=lambda mode: costs[mode])
         else:
@@ -179,7 +179,7 @@ class Rates:
         return Choice(best, f"{best}: the caches hold whole what is asked for most ({told})")
 
     def _hoped(self, n_tokens: int, stored: Stored) -> dict[str, float]:
-        """What it would take in each mode, with so much of it in no cache."""
+        """What it would take in each mode, with `stored.cold_bytes` of it in no cache."""
         costs = _known(self.estimate(n_tokens, stored))
         late = self._costs.reads["exact"].seconds(stored.amounts)
         long = self._whole_reads.seconds(stored.amounts)
@@ -191,7 +191,7 @@ class Rates:
         """Whether recomputing may be the cheapest after all, because few forwards have told what it
         costs: prompts that hit do not measure it, and a process's first forward is a slow one.
         Before the first, its cost is derived from the few tokens that hits compute, which gives
-        many times too much a token; and so do prompts that are much shorter, all of a length."""
+        many times too much per token; so do much shorter prompts that are all of one length."""
         cost, best = seconds.get("recompute"), seconds.get(chosen)
         n_samples = self._costs.forwards["recompute"].n_samples
         if not cost or not best:
@@ -206,8 +206,8 @@ def _known(seconds: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _patience(n: int, seconds: float | None, best: float | None) -> int:
-    """How many times a mode may be passed over before it is measured again, where it was to be `n`:
-    by what it is known to take now, which the last look may have told."""
+    """How many times a mode may be passed over before it is measured again, where `n` was due: by
+    what it is known to take now, which the last look may have told."""
     if n == _LOOK_AGAIN[0]:  # a first estimate is no reason to wait
         return n
     most = _LOOK_AGAIN[1]
@@ -217,7 +217,7 @@ def _patience(n: int, seconds: float | None, best: float | None) -> int:
 
 
 def _too_much(n_samples: int) -> float:
-    """How many times the true cost so many forwards may suggest, the first of which was slow."""
+    """How many times the true cost n_samples forwards may suggest, the first of which was slow."""
     weights = DECAY ** np.arange(n_samples)
     return float(1 + (_FIRST_IS_SLOWER - 1) * weights[-1] / weights.sum())
 
@@ -228,8 +228,8 @@ def decide(
 ) -> Choice:  # fmt: skip
     """The cheapest of the allowed modes, where that gains enough; else the policy's own.
 
-    The policy's own too while its cost is not known; `n_reads` of it are. Of equal ones the earlier
-    in MODES.
+    Also the policy's own while its cost is not known; `n_reads` of its reads are known. Of equal
+    ones the earlier in MODES.
     """
     known = {mode: s for mode in MODES if mode in allowed and (s := seconds.get(mode)) is not None}
     costs = ", ".join(f"{mode} {s * 1e3:.1f} ms" for mode, s in known.items())
@@ -245,6 +245,6 @@ def decide(
 
 
 def forced(mode: str, own: str) -> Choice:
-    """A mode set by Config, as far as the policy allows: sparse is exact where it chooses none."""
+    """A mode set by Config, as far as the policy allows: sparse is exact if no rows are chosen."""
     taken = own if mode == "sparse" else mode
     return Choice(taken, f"{taken}: Config.mode is {mode!r}")

@@ -18,17 +18,17 @@ import numpy.typing as npt
 MODES: Final = ("sparse", "exact", "recompute")
 #: Those that read.
 READS: Final = ("sparse", "exact")
-#: What a sample still counts for when the next one has come.
+#: The weight that is left of a sample when the next one has come.
 DECAY: Final = 0.9
-#: Requests without a sample that make older samples count for less, at most.
+#: At most this many requests without a sample make older samples count for less.
 _MOST_AGE: Final = 16
-#: What each of the last _RARE samples that had the last amount counts for good: of many that have
-#: none of it, the last that had some would count for nothing after some 200.
+#: The weight that each of the last _RARE samples with some of the last amount keeps for good: after
+#: some 200 samples with none of it, the last one with some would else count for nothing.
 _RARE: Final = 4
 _KEPT: Final = 1e-3
 #: Below this share of the full determinant, samples are too alike to tell their costs apart.
 _LEAST_SPREAD: Final = 1e-3
-#: Once so many samples are known, a new one counts as at most MOST_SURPRISE times what the fit
+#: Once this many samples are known, a new one counts as at most MOST_SURPRISE times what the fit
 #: expects: a disk stalls now and then. One that has really become slow is believed some 15 requests
 #: later (four times as slow) to 30 (sixteen times).
 KNOWN: Final = 5
@@ -36,8 +36,8 @@ MOST_SURPRISE: Final = 2.0
 
 
 class Span(NamedTuple):
-    """A span that a prefix lies in, by the key of all up to its end, which is the same when it has
-    been repacked; and the bytes of the prefix there."""
+    """A span that a prefix lies in: the key of everything up to its end, which stays the same when
+    it is repacked, and the bytes of the prefix there."""
 
     key: bytes
     n_bytes: int
@@ -45,10 +45,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What is known of a stored prefix before it is read. Of all rows of a batch together.
+    """What is known of a stored prefix before it is read. All rows of a batch together.
 
     `n_layers`: layers to wait for. `cold_bytes`: of its n_bytes, those that no cache holds.
-    `spans`: what it lies in; `cache_bytes`: what caches hold at most.
+    `spans`: those it lies in; `cache_bytes`: what caches hold at most.
     """
 
     n_tokens: int
@@ -67,7 +67,7 @@ class Stored:
 class Fit:
     """seconds = amounts · costs, fitted by least squares with no cost negative; later samples count
     for more. Where samples are too alike to tell two amounts' costs apart, the later amount gets it
-    all. Fitted as a sample comes, behind a request: the next has its estimate before its reads."""
+    all. Fitted as a sample comes, after a request: the next has its estimate before its reads."""
 
     def __init__(self, n_amounts: int, decay: float = DECAY) -> None:
         self.n_samples = 0
@@ -94,11 +94,11 @@ class Fit:
         if x[-1]:
             self._rare.append((x, seconds))
         self._costs = self._fitted()
-        self.n_samples += 1  # at last: Ctrl-C leaves no sample whose costs are not there
+        self.n_samples += 1  # last: Ctrl-C leaves no sample counted whose costs are missing
 
     def age(self, n_requests: int) -> None:
-        """So many requests went by without a sample: older samples count for less. The costs stay
-        what they are until the next."""
+        """`n_requests` went by without a sample: older samples count for less. The costs stay what
+        they are until the next sample."""
         left = DECAY ** min(n_requests, _MOST_AGE)
         self._products *= left
         self._by_seconds *= left
@@ -109,7 +109,7 @@ class Fit:
         return float(self._costs @ amounts) if self.n_samples else None
 
     def _fitted(self) -> npt.NDArray[np.float64]:
-        """Of one of each amount: of all subsets that need no negative cost the nearest fit."""
+        """Costs of one of each amount: the nearest fit among subsets that need no negative cost."""
         products, by_seconds, squared = self._products, self._by_seconds, self._squared
         for x, seconds in self._rare:
             products = products + _KEPT * np.outer(x, x)
@@ -135,15 +135,15 @@ class Fit:
 class Costs:
     """What an engine's requests have cost. For one thread.
 
-    A read's seconds are those that were waited for it: what a forward hides of it costs nothing.
+    A read's seconds are those spent waiting for it: the part a forward hides costs nothing.
     They are fitted to what is known before the read: the prefix's bytes, and how many of them lie
     in no cache.
     """
 
     def __init__(self) -> None:
-        # What a request took apart from its reads. One fit a mode: together, the many short
-        # forwards of hits would decide what a long one takes, and a sparse forward neither plans
-        # nor lays down a whole prefix.
+        # What a request took apart from its reads. One fit per mode: in a shared one, the many
+        # short forwards of hits would decide what a long one takes, and a sparse forward neither
+        # plans nor lays down a whole prefix.
         self.forwards = {mode: Fit(2) for mode in MODES}
         self.reads = {mode: Fit(3) for mode in READS}
 
@@ -157,8 +157,8 @@ class Costs:
         return known
 
     def forward(self, mode: str, n_tokens: int) -> float | None:
-        """Seconds to compute so many tokens: by the mode's own requests; before the first, by those
-        of the mode most like it."""
+        """Seconds to compute n_tokens: by the mode's own requests; before the first, by those of
+        the mode most like it."""
         for one in (mode, "exact", "sparse", "recompute"):
             if (seconds := self.forwards[one].seconds((1, n_tokens))) is not None:
                 return seconds

@@ -3,12 +3,12 @@
     generate: lookup ─hit─> cache with the prefix on its way ─> model.generate ─> store the new part
                    └─miss─> empty cache ────────────────────────┘      │
                             ^── run again once, densely ── PrefixLost ─┘
-    A hit that costs more to load than to compute is taken as a miss (choice).
+    A hit that costs more to load than to compute is treated as a miss (choice).
 
 An exact hit's logits are bit-identical to the same model continuing from the KV that was stored,
 cut to the hit (same dtype, shapes and threads). Under a policy that chooses rows, once the guard
 trusts it (hf_mode, hf_audit), a hit is a sparse request (hf_chosen): its logits are those of a full
-cache with the other rows masked, and nothing of it is stored.
+cache with the other rows masked, and nothing from it is stored.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def attach(
     """An engine for a causal LM of a supported family, over a store or a store's directory.
 
     Derives the namespace, geometry and dtype from the model. A directory is opened for writing with
-    `config`, the policy's probe records added to its probes, and closed by `Engine.close`; also
-    where `store_new` is False, which stores no prefixes. A store given stays the caller's; one that
-    is open with mode "r" is left as it is. With a policy that chooses rows, importance is stored
-    with them: the attention of the prompt's last rows (hf_observed). `virtual` keeps rows in
-    contiguous virtual buffers (buffers.py) where there are any. Raises Unsupported naming what is
-    not served, StoreMismatch naming both values, BadInput, and what `PrefixStore.open` raises.
+    `config`, the policy's probe records added to its probes, and closed by `Engine.close`, even
+    where `store_new` is False, which stores no prefixes. A store passed in stays the caller's; one
+    open with mode "r" is left as it is. With a policy that chooses rows, importance is stored with
+    the rows: the attention of the prompt's last rows (hf_observed). `virtual` keeps rows in
+    contiguous virtual buffers (buffers.py) where available. Raises Unsupported naming what is not
+    served, StoreMismatch naming both values, BadInput, and what `PrefixStore.open` raises.
     """
     hf_models.check_types(model, config)
-    with turn_of(model).request(model):  # while another engine's runs, its attention is not its own
+    with turn_of(model).request(model):  # in another engine's request its attention is not its own
         hf_models.check_model(model)
     geometry = geometry_of(model.config, model.dtype)
     settings = config or Config()
@@ -86,7 +86,7 @@ def attach(
             settings = settings.model_copy(update={"probes": (*settings.probes, policy.probe)})
         with ExitStack() as failed:
             opened = PrefixStore.open(path_or_store, geometry, namespace, settings)
-            failed.callback(opened.close)  # Ctrl-C, no memory: nobody else would
+            failed.callback(opened.close)  # Ctrl-C, no memory: nobody else would close it
             engine = Engine(model, opened, policy, buffers, owns_store=True, store_new=store_new)
             failed.pop_all()
         return engine
@@ -96,7 +96,7 @@ def attach(
     if store.geometry != geometry:
         raise StoreMismatch(f"the store holds {store.geometry}, the model has {geometry}")
     mine, its = namespace_digest(namespace), store.namespace
-    # Its opener may have asked for the other; all weights are looked at for that.
+    # Its opener may have asked for the cross-engine one; that reads all weights again.
     if its != mine and its != namespace_digest(namespace_of(model, cross_engine=True)):
         shown = its.hex()[:16], mine.hex()[:16]
         raise StoreMismatch("the store's namespace is {}…, the model's {}…".format(*shown))
@@ -104,7 +104,7 @@ def attach(
 
 
 class Engine:
-    """A model and its store. Engines on a model take turns; storing goes on in its own thread.
+    """A model and its store. Engines on one model take turns; storing has its own thread.
 
     Made by `attach`. A context manager: leaving closes it.
     """
@@ -136,12 +136,12 @@ class Engine:
         self._auditor = Auditor(model, store, *of_model, self._storing.held)
         self._last: tuple[Request, Outcome] | None = None
         self._closed = False
-        if owns_store:  # a program that ends without close: the threads end themselves before it
+        if owns_store:  # for a program that ends without close: the threads end themselves first
             atexit.register(store.close)
 
     @property
     def last_request(self) -> Request | None:
-        """The latest request that returned; its storing as far as it has come."""
+        """The latest request that returned, with its storing as far as it has got."""
         if self._last is None:
             return None
         request, outcome = self._last
@@ -149,7 +149,7 @@ class Engine:
 
     @property
     def n_skipped(self) -> int:
-        """Requests not stored: too many waited, held too much of a device, or no thread stored."""
+        """Requests not stored: too many waited, a device held too much, or no thread was left."""
         return self._storing.n_skipped
 
     def generate(
@@ -163,16 +163,16 @@ class Engine:
     ) -> Any:
         """model.generate() with its own arguments and result, reusing and storing prefixes.
 
-        input_ids (or inputs) [batch, n_tokens] of equal lengths, every token prompt. 32 new tokens
-        unless the call says otherwise. Effects: stores whole windows of prompt and answer in the
-        background. `policy` is this call's instead of the engine's; where it chooses rows, a hit
-        takes one prompt, stores nothing and returns no past_key_values. The engine's own has to
-        earn that first: until then hits are exact (impress.quality.guard). A prefix that cannot be
-        read is computed instead, before any token is out. Raises BadInput or Unsupported, naming
-        the argument, before anything is read; StoreMismatch where weights or hooks are not those of
-        `attach`, before a prefix is read and, behind the answer, before anything of it is stored;
-        StoreFailed where the system gives no memory for the request's rows; ImpressError once it is
-        closed.
+        input_ids (or inputs) [batch, n_tokens] of equal lengths, every token part of the prompt. 32
+        new tokens unless the call says otherwise. Effects: stores whole windows of prompt and
+        answer in the background. `policy` replaces the engine's for this call; where it chooses
+        rows, a hit takes one prompt, stores nothing and returns no past_key_values. The engine's
+        own policy has to earn that first: until then hits are exact (impress.quality.guard). A
+        prefix that cannot be read is computed instead, before any token is out. Raises BadInput or
+        Unsupported, naming the argument, before anything is read; StoreMismatch where weights or
+        hooks are not those of `attach`, before a prefix is read and, after the answer, before any
+        of it is stored; StoreFailed where the system gives no memory for the request's rows;
+        ImpressError once the engine is closed.
         """
         started = perf_counter()
         once = PromptOnce(streamer) if streamer is not None else None
@@ -225,7 +225,7 @@ class Engine:
                 memory=self.buffers.said if self.buffers is not None else "pooled",
                 **totals(prefix.reports() if prefix is not None else [], self.store.geometry),
             )
-            if not lost:  # one that was lost ran twice
+            if not lost:  # after a lost prefix the model ran twice
                 self._modes.learn(request, way, len(prompt.rows), first.turn_ms)
             given = first.given.named(prompt.rows, sequences)
             self._last = request, self._store(prompt, given, cache, hit, watch, undo)
@@ -234,7 +234,7 @@ class Engine:
     def flush(self) -> None:
         """Wait until everything generated so far is stored and durable. Raises what failed.
 
-        What the guard has to look at afterwards has been looked at too.
+        By then the guard has also weighed what it has to weigh after the answers.
         """
         self._turn.check_process()
         self._storing.drain()
@@ -244,13 +244,13 @@ class Engine:
     def close(self) -> None:
         """Store what is waiting, end the threads, close the store if `attach` opened it.
 
-        Waits for another thread's request that is under way. Idempotent, also cut off.
+        Waits for a request under way in another thread. Idempotent, even if interrupted.
         """
         if self._turn.forked:  # a child must not touch its parent's
             return
         with self._turn.request():
             self._closed = True
-        with ExitStack() as steps:  # all of them, also after one that fails or is cut off
+        with ExitStack() as steps:  # all of them, even after one that fails or is interrupted
             if self._owns_store:
                 steps.callback(atexit.unregister, self.store.close)
                 steps.callback(self.store.close)
@@ -320,7 +320,7 @@ class Engine:
             with observing(self.model, cache):
                 result = self._decode(prompt, cache, once, first)
             n_whole = cache.length // self.store.window * self.store.window
-            # Before it is stored as this model's. On a miss not earlier: the first token is sooner.
+            # Before storing as this model's. On a miss not earlier: so the first token is sooner.
             if prefix is None or (self._store_new and n_whole > prefix.n_tokens):
                 self._weights.check()
         except BaseException:
@@ -328,7 +328,7 @@ class Engine:
             cache.release()
             raise
         end_reads(prefix, cache)
-        if prompt.returns_cache and cache.length:  # else it answered by a cache of its own
+        if prompt.returns_cache and cache.length:  # else the model used a cache of its own
             result.past_key_values = cache.as_dynamic()
         return result, cache
 
@@ -372,9 +372,9 @@ class Engine:
         self, prompt: Prompt, sequences: torch.Tensor, cache: RowsCache | None, hit: int,
         watch: Watch | None, undo: ExitStack,
     ) -> Outcome:  # fmt: skip
-        """Hand the whole windows that are new to the storing thread, the request to the auditor.
+        """Hand new whole windows to the storing thread, and the request to the auditor.
 
-        The cache is freed when both have done with it, no longer by `undo`.
+        The cache is freed when both are done with it, no longer by `undo`.
         """
         job = None
         if cache is not None:

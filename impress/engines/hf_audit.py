@@ -4,8 +4,8 @@ generate() ── offer ──> | watch | watch | ──> thread: each layer's m
               full: dropped                           model again, whole ─> first token's KL, flips
 
 One thread, which makes way: it waits a little for a request under way before each layer, and a
-forward of its own ends at the next layer once a request has come, to whichever engine on its model.
-Whole rows for it are read before, outside of the model's turn, as they come behind all others.
+forward of its own ends at the next layer once a request has come to any engine on its model. Whole
+rows for that forward are read first, outside the model's turn, as those reads come after all else.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from tiers.line import Line
 log = logging.getLogger("impress")
 
 _MOST_WAITING: Final = 2  # watches that may wait, each with a cache or a lease held back
-_PATIENCE_S: Final = 0.5  # for a request under way, before each layer; then it goes on beside it
+_PATIENCE_S: Final = 0.5  # for a request under way, before each layer; then it goes on alongside
 
 
 class Turn:
-    """Whose turn it is at the model. Requests wait for each other, and for the rest of a layer of
-    an audit. Of one process: in a fork's child it never comes."""
+    """Whose turn it is at the model. Requests wait for each other, and for an audit to finish its
+    layer. Belongs to one process: in a forked child the turn never comes."""
 
     def __init__(self, config: object = None) -> None:
         self._config = config  # held: while there is a turn, no other object has its id
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        # One for each; sets, not counts, as what a signal cuts off may end in another order.
+        # One for each; sets, not counts, as those that a signal cuts off may end in another order.
         self._wanted = set[object]()  # requests under way, or waiting
-        self._inside = set[object]()  # those of the thread that has the lock, within each other
+        self._inside = set[object]()  # those of the thread that has the lock, nested
 
     @property
     def n_wanted(self) -> int:
@@ -65,11 +65,11 @@ class Turn:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the process that it is of."""
+        """Whether this process is a child of the one that made it."""
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
-        """Raises ImpressError in a child, before any lock: who holds it may have stayed behind."""
+        """Raises ImpressError in a child, before any lock: its holder may not have come along."""
         if self.forked:
             raise ImpressError(
                 "the engine is of before a fork: close it before forking, or start this process by "
@@ -78,8 +78,8 @@ class Turn:
 
     @contextmanager
     def request(self, model: Any = None) -> Iterator[None]:
-        """`model`: has its own attention then, whatever cut an earlier request off; but within
-        another request, whose it has."""
+        """Take the turn. `model`: it then has its own attention, whatever cut an earlier request
+        off; within another request it keeps that request's."""
         self.check_process()
         this = object()
         try:
@@ -124,7 +124,7 @@ _turns_lock = threading.Lock()
 
 
 def turn_of(model: Any) -> Turn:
-    """The turn of all engines on a model: its config says how it attends, to every one of them."""
+    """The turn of all engines on a model: they share its config, which says how it attends."""
     key = os.getpid(), id(model.config)
     with _turns_lock:
         turn = _turns.get(key)
@@ -149,7 +149,7 @@ class Watch:
     raw: RawLogits | None = None  # of one that is run again
     cache: RowsCache | None = None  # of an exact one: its rows, observed
     sequences: torch.Tensor | None = None
-    release: Callable[[], None] | None = None  # the cache has served
+    release: Callable[[], None] | None = None  # to call when the cache has served
 
     def drop(self) -> None:
         """Nothing of it is needed any more. Idempotent."""
@@ -176,8 +176,8 @@ class Watch:
 def watch_of(
     way: Way, prefix: StoredPrefix | None, prompt: Prompt, undo: ExitStack
 ) -> Watch | None:
-    """What a request that is to be weighed after its answer leaves behind; it fills as it runs.
-    `undo`: drops it."""
+    """The watch of a request that is to be weighed after its answer; it fills as the request runs.
+    `undo` drops it."""
     if way.watched is None or prefix is None:
         return None
     watch = Watch(way.ledger, way.policy, prefix.lease, prompt.n_tokens)
@@ -206,7 +206,7 @@ class Auditor:
         self._line = Line("impress-guard", self._weighed, _MOST_WAITING, self._end)
         self._is_closed = False
         self._is_ending = False
-        self._said: set[str] = set()  # of what a policy or a device cannot do
+        self._said: set[str] = set()  # warnings of what a policy or a device cannot do
 
     def offer(self, watch: Watch) -> None:
         """Take a watch, or drop it at once when the line is full or closed. Never waits."""
@@ -220,7 +220,7 @@ class Auditor:
             watch.drop()
 
     def _too_much(self, watch: Watch) -> bool:
-        """Whether a device would lack for the next request what its rows take there."""
+        """Whether its rows take so much of a device that the next request would lack it."""
         if watch.cache is None:
             return False
         held = [other.cache for other in self._line.held() if other.cache is not None]
@@ -230,7 +230,7 @@ class Auditor:
         return bool(why)
 
     def _say(self, why: str) -> None:
-        """Once: what follows tells nothing new, but for the numbers."""
+        """Warn once: later lines tell nothing new, except for the numbers."""
         if (said := re.sub(r"[\d,]+", "#", why)) not in self._said:
             self._said.add(said)
             log.warning(why)
@@ -242,7 +242,7 @@ class Auditor:
     def _end(self) -> None:
         """The program ends, and nobody closed the engine: drop what waits and end the thread.
 
-        One that is inside torch when the interpreter is gone aborts the process.
+        A thread that is inside torch when the interpreter is gone aborts the process.
         """
         if self._line.alive:
             self._is_ending = True
@@ -256,7 +256,7 @@ class Auditor:
     def _weighed(self, watch: Watch) -> None:
         try:
             self._audit(watch)
-        except Exception:  # nobody waits for it: a shadow less
+        except Exception:  # nobody waits for it: one shadow less
             log.exception("guard: a shadow failed")
             self._store.ledgers.dropped(watch.ledger)
         finally:
@@ -334,17 +334,17 @@ def rerun(
     model: Any, store: PrefixStore, watch: Watch, alone: Callable[[], AbstractContextManager[None]],
     check: Callable[[], None],
 ) -> Rerun:  # fmt: skip
-    """A sparse request's answer beside what the model says to it over every row of the prefix.
+    """A sparse request's answer against what the model says over every row of the prefix.
 
-    One forward over the tokens that were generated, up to MOST_COMPARED: a flip is one where the
-    likeliest token is another. `alone`: the model's turn. `check` is called before each layer, when
+    One forward over the tokens that were generated, up to MOST_COMPARED: a flip is a token where
+    the likeliest is another. `alone`: the model's turn. `check` is called before each layer, when
     it is read and when it is computed, and may raise. Raises PrefixLost, and what those do.
     """
     raw, sequences = watch.raw, watch.sequences
     assert raw is not None and raw.first is not None and sequences is not None
     n = min(len(raw.tops), sequences.shape[1] - watch.n_prompt)
     n_tokens = watch.n_prompt + n - 1
-    with alone():  # beside a request its attention is another, and nothing is read
+    with alone():  # during a request its attention is another, and nothing is read
         contiguous = model.config._attn_implementation == "eager"
     prefix = StoredPrefix([watch.lease])
     cache = RowsCache(

@@ -34,7 +34,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def untraced(function: _F) -> _F:
-    """A function that torch.compile runs as it is: traced, what reads the rows would fail."""
+    """A function that torch.compile runs as it is: traced, code that reads the rows would fail."""
     kept: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return kept
 
@@ -46,10 +46,10 @@ class Prefix(Protocol):
         """Begin reading. outs: for each batch row, for each layer, (k, v) to fill."""
 
     def wait(self, layer: int) -> None:
-        """Return when a layer's rows stand in every batch row. Raises PrefixLost."""
+        """Return when a layer's rows are in every batch row. Raises PrefixLost."""
 
     def is_untouched(self) -> bool:
-        """When it is closed: whether nothing reads into the cache any more."""
+        """Once it is closed: whether no read writes into the cache any more."""
 
 
 class _Plane:
@@ -133,7 +133,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         index: int = 0,
         on_host: bool = True,
     ) -> None:
-        """rental: virtual buffers to be in, as layer `index`; memory is behind `n_prefix` rows.
+        """rental: virtual buffers to use, as layer `index`; `n_prefix` rows have memory.
         on_host: False where the model computes elsewhere."""
         super().__init__()
         self.keys: torch.Tensor | None
@@ -144,13 +144,13 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         self._capacity = capacity
         self._pool = pool
         self.wait: Callable[[], None] | None = None  # for the prefix, set by the cache's load
-        self.behind: Callable[[], bool] | None = None  # asked once it is there, until it is over
+        self.behind: Callable[[], bool] | None = None  # asked once it is there, until it is True
         self._contiguous = contiguous
         self._rental = rental
         self._index = index
         # K and V; nothing before the first update of a miss.
         self._planes: Sequence[_Plane | _Lent] = ()
-        self._left: list[_Plane | _Lent] = []  # by the rows; the prefix may still be copied from it
+        self._left: list[_Plane | _Lent] = []  # by the rows; the prefix may be copied from here yet
         self._on_host = on_host
         if n_prefix:  # a device's rows only land here on their way
             self._planes = self._new_planes(torch.device("cpu"), None if on_host else n_prefix)
@@ -170,11 +170,11 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         return [plane.rows for plane in self._planes]
 
     def own_rows(self) -> list[torch.Tensor]:
-        """Its keys and values, but those in virtual buffers, which have bounds of their own."""
+        """Its keys and values, except those in virtual buffers, which have bounds of their own."""
         return [plane.rows for plane in self._planes if isinstance(plane, _Plane)]
 
     def first_keys(self, row: int, n: int) -> torch.Tensor:
-        """The keys alone of a batch row's first n `rows`: from a device values need not come."""
+        """Only the keys of a batch row's first n `rows`: values need not come from a device."""
         return self._planes[0].rows[row, :n].transpose(0, 1).cpu()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -239,7 +239,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         for plane in self._planes:
             plane.release()
         self._planes = ()
-        self.keys = self.values = None  # views: on a device they are what keeps its memory
+        self.keys = self.values = None  # views, which would keep a device's memory
 
     def release_left(self) -> None:
         """Give back what rows moved out of: no read of the prefix touches it any more."""
@@ -287,7 +287,7 @@ class RequestCache(Cache):  # type: ignore[misc]  # the base is untyped
     def layer_of(self, index: int, key: torch.Tensor) -> Any:
         """Its layer `index` where these are that layer's keys, else None.
 
-        While a request runs, code of the caller's may run the model over keys of its own, or
+        While a request runs, the caller's code may run the model over keys of its own, or
         another model, which may have more layers.
         """
         layer = self.layers[index] if index < len(self.layers) else None
@@ -297,7 +297,7 @@ class RequestCache(Cache):  # type: ignore[misc]  # the base is untyped
 class RowsCache(RequestCache):
     """The layers of one request. Serves one generate() call, then storing, then release()."""
 
-    max_cache_len: Final = -1  # it grows; prefix tuning of PEFT asks before it brings its own
+    max_cache_len: Final = -1  # it grows; PEFT's prefix tuning asks before it brings its own cache
 
     def __init__(
         self,
@@ -333,7 +333,7 @@ class RowsCache(RequestCache):
         """Start reading a prefix of `n_prefix` tokens; each layer's first update() waits for it."""
         for index, layer in enumerate(self.layers):
             layer.wait = partial(prefix.wait, index)
-        if self._rental is not None:  # before the first read: `forsake` may never come
+        if self._rental is not None:  # before the first read: `forsake` may never be called
             self._rental.untouched = prefix.is_untouched
         views = [[layer.prefix_views(row) for layer in self.layers] for row in range(self._batch)]
         prefix.start(views)
@@ -358,7 +358,7 @@ class RowsCache(RequestCache):
     def as_dynamic(self) -> DynamicCache:
         """Copies of the rows in a stock cache, for a caller who asked for past_key_values.
 
-        Who changes them in place does not change what is being stored under the request's tokens.
+        Changing them in place does not change what is being stored under the request's tokens.
         """
         stock = DynamicCache()
         for rows in self.layers:
@@ -371,7 +371,7 @@ class RowsCache(RequestCache):
     def forsake(self, untouched: Callable[[], bool]) -> None:
         """Keep this memory from being rented again while a stuck read may still write into it.
 
-        `untouched`: whether none may any more. Pooled memory never is; the reads keep it alive.
+        `untouched`: whether none may now. Pooled memory is never rented again; reads keep it alive.
         """
         for layer in self.layers:
             layer.forsake()

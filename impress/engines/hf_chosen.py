@@ -35,8 +35,8 @@ from impress.selection.probes import codec_of
 from impress.types import Geometry
 from tiers.slots import BufferPool
 
-_MASKS: Final = {"sdpa": sdpa_mask, "eager": eager_mask}  # of what hf_models.ATTENTION serves
-#: What ours is called meanwhile, by the model's own.
+_MASKS: Final = {"sdpa": sdpa_mask, "eager": eager_mask}  # for all of hf_models.ATTENTION
+#: Name of our attention during a request, by the model's own.
 ATTENTION_NAMES: Final = {own: f"impress_chosen_rows_{own}" for own in _MASKS}
 
 _serving: ContextVar[ChosenCache] = ContextVar("impress_chosen_cache")
@@ -72,8 +72,8 @@ def by_importance(policy: Policy) -> bool:
 def check_policy(policy: Any, geometry: Geometry, window: int) -> None:
     """Raises, in one line, for a policy this engine cannot serve on such rows.
 
-    Unsupported where nothing says what it means, ImpressError on a probe codec that is not known,
-    BadInput where it is none, or can never be kept to on them (check_fits).
+    Unsupported where nothing implements it, ImpressError on an unknown probe codec, BadInput where
+    it is not a policy, or can never be kept to on such rows (check_fits).
     """
     kind = type(policy)
     if isinstance(policy, type) or not hasattr(policy, "probe"):
@@ -222,8 +222,8 @@ def attend(
     """Attention [1, q, n_heads, head_dim] over chosen and new rows; the first call chooses.
 
     query [1, n_heads, q, head_dim]. Each new token sees all chosen rows, and the new ones up to
-    itself. Keys that are not the request's get their model's own function and mask: a processor, a
-    criterion or a streamer of the caller's may run the model meanwhile. Raises PrefixLost,
+    itself. Keys that are not the request's get their model's own function and mask: the caller's
+    processor, criterion or streamer may run the model meanwhile. Raises PrefixLost, and
     ImpressError where no request is under way in this thread.
     """
     cache = _serving.get(None)
@@ -260,12 +260,12 @@ def _own_attention(module: Any) -> Any:
 
 for _own, _name in ATTENTION_NAMES.items():
     AttentionInterface.register(_name, attend)
-    # The stock mask, for whoever else runs the model meanwhile: `attend` makes a request's own.
+    # The stock mask, for code that runs the model meanwhile: `attend` makes a request's own.
     AttentionMaskInterface.register(_name, _MASKS[_own])
 
 
 def put_back(model: Any) -> None:
-    """Its own attention, where it has one of ours: Ctrl-C came while a request gave it back."""
+    """Put back a model's own attention where it has ours: Ctrl-C came as a request did so."""
     found = model.config._attn_implementation
     for own, ours in (*ATTENTION_NAMES.items(), ("sdpa", OBSERVED_NAME)):
         if found == ours:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from impress.errors import BadInput, Unsupported
 
-#: Families whose positions are a table that was learnt. RoPE turns keys by any number.
+#: Families with a learnt table of positions. RoPE turns keys by any number.
 _LEARNED: Final = ("opt",)
 
 
@@ -23,8 +23,8 @@ def check_lengths(config: Any, n_tokens: int, n_new: int) -> None:
 @contextmanager
 def within_positions(config: Any, cache: Any) -> Iterator[None]:
     """Raises BadInput in place of torch's IndexError for an answer that outgrows the positions. Not
-    earlier: whether a token ends it is known when it is there. (On a GPU it is CUDA's assertion, as
-    without a store, after which the process has to end.)"""
+    earlier: whether a token ends it is known only when that is there. (On a GPU it is a CUDA
+    assertion, as without a store, after which the process has to end.)"""
     try:
         yield
     except IndexError as err:
@@ -46,7 +46,7 @@ def _check_window(config: Any, n_tokens: int) -> None:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     slides = window is not None if kinds is None else "sliding_attention" in kinds
-    if config.model_type == "mistral":  # its mask goes by the window alone, whatever its layers say
+    if config.model_type == "mistral":  # its mask uses the window alone, whatever its layers say
         slides = True
     if slides and window is not None and n_tokens > window:
         raise Unsupported(

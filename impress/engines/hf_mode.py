@@ -1,4 +1,4 @@
-"""How a request is gone about: which policy, which mode, and what the guard says of it.
+"""How a request is served: which policy, which mode, and what the guard says of it.
 
 Config.mode forced ─> that mode
 auto: a policy not yet trusted counts as exact (guard); then the cheapest by the rates (choice)
@@ -32,20 +32,20 @@ class Way:
     policy: Policy
     choice: Choice
     stored: Stored | None = None
-    """The prefix, as it lay when this was decided; None on a miss."""
+    """The prefix, as it was stored when this was decided; None on a miss."""
     guard: str = "off"
     watched: Decision | None = None
-    """Where it is to be weighed after its answer."""
+    """Set where the request is to be weighed after its answer."""
     ledger: bytes = b""
 
     @property
     def reads_by(self) -> Policy:
-        """A policy that chooses only where the mode lets it."""
+        """The policy to read by: one that chooses rows only where the mode lets it."""
         return self.policy if self.choice.mode == "sparse" else EXACT
 
 
 class Modes:
-    """Of one engine, for one thread. `rates`: what its requests have cost."""
+    """The modes of one engine, for one thread. `rates`: what its requests have cost."""
 
     def __init__(self, model: Any, store: PrefixStore, policy: Policy) -> None:
         by_last_use = store.config.eviction in ("lru", "prefix-lru")
@@ -55,7 +55,7 @@ class Modes:
         self._own = policy
         self.ledger: bytes | None = None
         """Key of the own policy's ledger; None where nothing is guarded."""
-        self._told: set[str] = set()  # policies of which a hit could not be chosen from
+        self._told: set[str] = set()  # policies whose hits lacked importance, which was logged
         config, attention = store.config, model.config._attn_implementation
         unguarded = isinstance(policy, Exact | KeepAll) or config.guard == "off"
         if unguarded or config.mode != "auto":
@@ -104,14 +104,14 @@ class Modes:
         )  # fmt: skip
 
     def _decided(self, ledger: bytes) -> tuple[Decision, str]:
-        """What the guard makes of a hit, and says; whatever was earned where attention is seen."""
+        """The guard's decision and line for a hit; always exact where attention is unseen."""
         attention = self._model.config._attn_implementation
         if attention != "sdpa":
             return Decision("exact", shadow=False), f"{attention} attention cannot be observed"
         return self._store.ledgers.decide(ledger, self._store.config.guard_share)
 
     def _lacking(self, policy: Policy, prefix: StoredPrefix) -> str:
-        """Where the policy would go by importance and the prefix has none: a line; else empty."""
+        """A line where the policy chooses by importance and the prefix has none; else empty."""
         if not by_importance(policy) or prefix.has_importance(policy):
             return ""
         why = f"the prefix was stored without the importance that {policy.name} goes by"
@@ -131,7 +131,7 @@ class Modes:
         self, prompt: Prompt, stored: Stored, own: str, policy: Policy, prefix: StoredPrefix, *,
         own_is_wanted: bool = False,
     ) -> Choice:  # fmt: skip
-        """A policy that lacks what it goes by reads all rows, if that is not what takes longest."""
+        """A policy without the importance it needs reads all rows, unless that takes longest."""
         mode, lacking = self._store.config.mode, ""
         if own == "sparse" and mode in ("auto", "sparse"):
             lacking = self._lacking(policy, prefix)
@@ -146,7 +146,7 @@ class Modes:
         return choice
 
     def learn(self, request: Request, way: Way, batch: int, turn_ms: float) -> None:
-        """What the request says of this machine; `turn_ms`: to its first token, from its turn."""
+        """Learn what requests cost on this machine; `turn_ms`: from its turn to its first token."""
         wait_s = sum(line["wait_ms"] for line in request.per_layer) / 1e3
         n_computed = batch * (request.n_tokens - request.hit_tokens)
         self.rates.note_forward(request.mode, n_computed, max(turn_ms / 1e3 - wait_s, 0.0))

@@ -36,7 +36,7 @@ FAMILIES = ("opt", "llama", "qwen2", "qwen3", "mistral")
 ATTENTION = ("sdpa", "eager")  # the stock kernels whose result was compared bit by bit
 DEFAULT_NEW_TOKENS = 32
 
-# Arguments of generate() that would change what the prompt is, where its rows stand, or who owns
+# Arguments of generate() that would change what the prompt is, where its rows are, or who owns
 # the cache; a value of None asks for nothing.
 _REFUSED = {
     "past_key_values": "the engine brings the cache of every request",
@@ -56,8 +56,8 @@ _REFUSED = {
     "negative_prompt_ids": "guidance runs the model on a second prompt in the midst of a request",
     "negative_prompt_attention_mask": "guidance runs the model on a second prompt",
 }
-# What generate() takes beside the settings of a GenerationConfig. All else would reach the model's
-# forward, where it may change keys that the token ids do not tell apart.
+# Arguments of generate() besides the settings of a GenerationConfig. Any other would reach the
+# model's forward, where it may change keys that the token ids do not tell apart.
 _ARGUMENTS = {
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
     *("synced_gpus", "tokenizer", "trust_remote_code", "logits_to_keep"),
@@ -68,7 +68,7 @@ _ONE = {
     "num_return_sequences": "one per row",
     "guidance_scale": "guidance runs the model on a second prompt in the midst of a request",
 }
-# What generate() gives back with a row for each token that was computed.
+# Outputs of generate() with a row for each token that was computed.
 _WHOLE = ("output_hidden_states", "output_attentions")
 
 
@@ -98,7 +98,7 @@ def geometry_of(config: Any, dtype: Any) -> Geometry:
 
 
 def check_types(model: Any, config: Any) -> None:
-    """Raises BadInput where `attach` was given something else than it takes."""
+    """Raises BadInput where `attach` was given something other than it takes."""
     if not isinstance(model, torch.nn.Module) or getattr(model, "config", None) is None:
         raise BadInput(
             "model: want a Transformers model (AutoModelForCausalLM.from_pretrained(name)), "
@@ -122,7 +122,7 @@ def check_model(model: Any) -> None:
 
 
 def check_family(config: Any) -> None:
-    """The same, as far as a config tells: before its weights are loaded."""
+    """The part of `check_model` that needs only a config: usable before weights are loaded."""
     check_kind(config)
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
@@ -142,21 +142,21 @@ def check_kind(config: Any) -> None:
 
 
 def _check_causal(config: Any) -> None:
-    """Raises Unsupported where each token sees those behind it: Transformers' masks go by this."""
+    """Raises Unsupported where tokens see those after them: Transformers' masks use this."""
     if not getattr(config, "is_causal", True):
         raise Unsupported("is_causal=False is not supported: keys depend on what follows them")
 
 
-#: Quantizations by which a pass's largest value scales all of it.
+#: Quantizations in which a pass's largest value scales all of it.
 _BY_PASS: Final = {"fouroversix": "Four Over Six", "nvfp4": "NVFP4"}
 
 
 def _check_quantization(config: Any) -> None:
-    """Raises Unsupported on LLM.int8() with a threshold: a column in which any row of a pass is
-    above it is computed in float for all of them. What its modules do check_causal_modules asks."""
+    """Raises Unsupported on LLM.int8() with a threshold: a column where any row of a pass exceeds
+    it is computed in float for all rows. check_causal_modules asks what its modules do."""
     given = getattr(config, "quantization_config", None) or {}
     settings = given if isinstance(given, Mapping) else given.to_dict()
-    method = settings.get("quant_method")  # in a config's object an enum's member
+    method = settings.get("quant_method")  # in a config object it is an enum member
     name = _BY_PASS.get(str(getattr(method, "value", method)))
     if name is not None:
         raise Unsupported(f"{name} is not supported: keys depend on what follows them")
@@ -169,7 +169,7 @@ def _check_quantization(config: Any) -> None:
 
 
 def _rope_types(config: Any) -> list[str]:
-    """The RoPE types of a config, of which newer ones may have one for each layer type."""
+    """The RoPE types of a config: a newer one may have one for each layer type."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     groups = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
     return [str(group.get("rope_type") or group.get("type") or "default") for group in groups]
@@ -205,7 +205,7 @@ def check_request(
     else:
         _check_pads(model, kwargs, tokens)
     _check_options(model, kwargs)
-    kwargs.pop("past_key_values", None)  # None, or it were refused: the engine passes its own
+    kwargs.pop("past_key_values", None)  # it is None, else refused: the engine passes its own
     if setting(model, kwargs, "cache_implementation") is not None:
         kwargs["cache_implementation"] = None  # generate() wants none beside a cache
     n_tokens = int(ids.shape[1])
@@ -234,12 +234,12 @@ def _check_mode(model: Any) -> None:
     check_rounding(model)
 
 
-#: Before 5.19 RoPE's angles are a product of float32 matrices, in a model of any dtype.
+#: Before Transformers 5.19 RoPE's angles are a product of float32 matrices in a model of any dtype.
 _ANGLES_BY_PRODUCT: Final = Version(transformers.__version__).release < (5, 19)
 
 
 def check_rounding(model: Any) -> None:
-    """Raises Unsupported where a setting of torch's has a model round more than its dtype says."""
+    """Raises Unsupported where a torch setting has a model round more than its dtype says."""
     if (model.dtype == torch.float32 or _ANGLES_BY_PRODUCT) and _is_rounded():
         raise Unsupported(
             "torch may round float32 matrices before it multiplies them, and no key tells that: "
@@ -263,7 +263,7 @@ def check_rounding(model: Any) -> None:
 def _is_rounded() -> bool:
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # it was lowered through torch.backends, for which there is no one word
+    except RuntimeError:  # it was lowered through torch.backends, for which there is no single name
         return True
 
 
@@ -276,8 +276,8 @@ def _check_ids(input_ids: Any, vocab_size: int) -> tuple[torch.Tensor, npt.NDArr
         raise BadInput(f"input_ids must be int64 or int32, got {input_ids.dtype}")
     if not input_ids.numel():
         raise BadInput(f"input_ids is empty: {tuple(input_ids.shape)}")
-    # A copy: what the caller writes there later is none of the prompt that rows are stored under.
-    # And few calls of torch's: each lets go of the interpreter, for which storing may be waiting.
+    # A copy: what the caller writes there later is not in the prompt that rows are stored under.
+    # And few torch calls: each lets go of the interpreter, which storing may be waiting for.
     ids = input_ids.to(torch.int64, copy=True)
     tokens = ids.cpu().numpy()
     low, high = int(tokens.min()), int(tokens.max())
@@ -311,20 +311,20 @@ def _check_pads(model: Any, kwargs: Mapping[str, Any], tokens: npt.NDArray[np.in
 def setting(model: Any, kwargs: Mapping[str, Any], name: str) -> Any:
     """A generation setting as generate() resolves it: argument, given config, the model's own."""
     asked = _asked(kwargs, name)
-    if asked is not None or name in kwargs:  # an argument of None takes it from both configs
+    if asked is not None or name in kwargs:  # an argument of None overrides both configs
         return asked
     return getattr(model.generation_config, name, None)
 
 
 def _asked(kwargs: Mapping[str, Any], name: str) -> Any:
-    """The same, where this very call names it."""
+    """A generation setting where this very call names it; else None."""
     if name in kwargs:
         return kwargs[name]
     return getattr(kwargs.get("generation_config"), name, None)
 
 
 def on_host(value: Any) -> Any:
-    """A setting as numpy takes it, from a device too."""
+    """A setting as numpy takes it, even from a device."""
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
@@ -361,13 +361,13 @@ def _n_new(
         kwargs["max_new_tokens"] = max_new_tokens
     new, length = (_whole(_asked(kwargs, name), name) for name in ("max_new_tokens", "max_length"))
     if new is None and length is not None:
-        # To generate() the model's own max_new_tokens goes before a call's max_length.
+        # In generate() the model's own max_new_tokens takes precedence over a call's max_length.
         own = _whole(setting(model, kwargs, "max_new_tokens"), "max_new_tokens")
         new = length - n_tokens if own is None else own
     elif new is None:
         new = kwargs["max_new_tokens"] = DEFAULT_NEW_TOKENS
     for criterion in kwargs.get("stopping_criteria") or ():
-        if type(criterion) is MaxLengthCriteria:  # as Transformers has it, it goes before all that
+        if type(criterion) is MaxLengthCriteria:  # in Transformers it overrides all that
             new = max(new, criterion.max_length - n_tokens)
     if new < 1:
         raise BadInput(f"at least one new token must be asked for, got {new}")

@@ -1,9 +1,9 @@
-"""Whether each module of a model computes what its class and its tensors say: keys hold no more.
+"""Whether each module of a model computes what its class and tensors say: keys cover no more.
 
-Dropout in training mode is beyond that, and so are hooks, a `forward` or a decoding loop of a
-module's own and what came with a model's files: no digest tells what code does. What leaves rows as
+Dropout in training mode is beyond that, and so are hooks, a module's own `forward` or decoding loop
+and code that came with a model's files: no digest tells what code does. Whatever leaves rows as
 they are passes: Transformers' own hooks (they capture outputs), accelerate's that bring tensors to
-a device, what torch.compile puts around, what PEFT puts back.
+a device, torch.compile's wrappers, what PEFT puts back.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from impress.errors import Unsupported
 #: The package of the code that comes with a model's files (trust_remote_code).
 _REMOTE: Final = "transformers_modules"
 #: Classes of accelerate's hooks that bring tensors to a device, or hold such hooks. CpuOffload is
-#: none: it moves the parameters themselves, and a model is known by where they lie (hf_weights).
+#: not: it moves the parameters themselves, and a model is known by where they lie (hf_weights).
 _MOVING: Final = {"ModelHook", "AlignDevicesHook", "SequentialHook"}
-#: What a module may have of its own in place of its class's: generate() is these, pass after pass.
+#: What a module may have in place of its class's own: generate() runs these, pass after pass.
 _CALLED: Final = ("forward", "generate", "prepare_inputs_for_generation")
-#: Transformers' own, which the files of its models have by name.
+#: Transformers' own mask functions, which its models' files have by name.
 _MASKS: Final = {
     name: getattr(masking_utils, name)
     for name in ("create_causal_mask", "create_sliding_window_causal_mask")
@@ -61,13 +61,13 @@ def of_package(modules: Sequence[Any], package: str) -> Any:
 def bare(model: Any) -> Any:
     """The module that answers, under what torch.compile or PEFT put around it.
 
-    They hand `generate` on to it: their own forward, and its hooks, are passed by.
+    They hand `generate` on to it: their own forward, and its hooks, are bypassed.
     """
     return next((m for m in modules_of(model) if isinstance(m, PreTrainedModel)), model)
 
 
 def check_eval(model: Any, modules: Sequence[Any]) -> None:
-    """Raises Unsupported where one is in training mode: adapters put in after eval() are."""
+    """Raises Unsupported where one is in training mode, as adapters added after eval() are."""
     for module in modules:
         if module.training:
             raise Unsupported(
@@ -76,10 +76,10 @@ def check_eval(model: Any, modules: Sequence[Any]) -> None:
 
 
 def check_causal_modules(model: Any, modules: Sequence[Any]) -> None:
-    """Raises Unsupported where a token's keys depend on those behind it, whatever the config says.
+    """Raises Unsupported where a token's keys depend on those after it, whatever the config says.
 
-    torch's sdpa goes by a module's is_causal where there is no mask. LLM.int8() goes by a threshold
-    that each module got at loading: a column where any row of a pass is above it is float in all.
+    torch's sdpa uses a module's is_causal where there is no mask. LLM.int8() uses a threshold that
+    each module got at loading: a column where any row of a pass exceeds it is float in all rows.
     """
     for module in modules:
         if not module.__dict__.get("is_causal", True):
@@ -142,8 +142,8 @@ def check_functions(modules: Sequence[Any]) -> None:
 
 @lru_cache(256)
 def _file_of(kind: type) -> dict[str, Any] | None:
-    """What the code of a class of Transformers' models has by name: sys.modules may have let go of
-    it. None: the class is none of them, or another file's code answers for it."""
+    """The globals of the code of a Transformers model class: sys.modules may have let go of them.
+    None: the class is not one, or another file's code answers for it."""
     if not kind.__module__.startswith("transformers.models."):
         return None
     found: dict[str, Any] = getattr(unwrap(kind.forward), "__globals__", {})  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ def _file_of(kind: type) -> dict[str, Any] | None:
 
 
 def _check_file(found: dict[str, Any]) -> None:
-    """What the code of a model calls by a name of its file's own."""
+    """Raises Unsupported where a function that a model's code calls by name was replaced."""
     for name, own in _MASKS.items():
         if found.get(name, own) is not own:
             raise _was_replaced(f"{found['__name__']}.{name}")
@@ -168,7 +168,7 @@ def _was_replaced(what: str) -> Unsupported:
 
 
 def foreign_code(model: Any, modules: Sequence[Any]) -> str:
-    """Where a module computes by more than its class: one line that says what to do; else empty.
+    """One line that says what to do where a module computes by more than its class; else empty.
 
     A class that was patched as a whole is not noticed.
     """
@@ -207,7 +207,7 @@ def _package(code: Any) -> str:
 
 
 def _replaced(module: Any, modules: Sequence[Any]) -> str:
-    """What a module has of its own that does something else than its class's; "" for nothing."""
+    """Name of a module's own method that does something other than its class's; "" for none."""
     own = module.__dict__
     for name in _CALLED:
         if name not in own:
@@ -222,8 +222,8 @@ def _replaced(module: Any, modules: Sequence[Any]) -> str:
 
 
 def _is_of_a_class(called: Any, name: str, modules: Sequence[Any]) -> bool:
-    """Whether it is what the class of one of them has: behind each generate() PEFT leaves that of
-    the model under it, bound, in itself."""
+    """Whether it is what the class of one of them has: after each generate() PEFT leaves in itself
+    the bound method of the model under it."""
     called = getattr(called, "_torchdynamo_orig_callable", called)  # compiled by itself
     function, owner = (getattr(called, part, None) for part in ("__func__", "__self__"))
     if function is None or function is not getattr(type(owner), name, None):

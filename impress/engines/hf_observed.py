@@ -5,7 +5,7 @@
 
 The model runs its stock sdpa attention with the stock mask, under another name for the length of
 one request: the same calls on the same tensors, so the logits do not change by a bit. The paper
-orders a prefix's rows at first store by these; SnapKV (arXiv 2404.14469) chooses by them.
+orders a prefix's rows at first store by that attention; SnapKV (arXiv 2404.14469) chooses by it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from impress.selection.scores import key_scores
 
 ATTENTION_NAME = "impress_observed_sdpa"
-#: The last rows of the prompt that are asked; SnapKV asks 16 to 64.
+#: How many of the prompt's last rows are asked; SnapKV asks 16 to 64.
 OBSERVED_ROWS: Final = 16
 
 _observing: ContextVar[Any] = ContextVar("impress_observed")  # the request's cache
@@ -60,7 +60,7 @@ class Observed:
     ) -> npt.NDArray[np.float32] | None:
         """Mean attention, over heads and the last rows, on each of the first n_rows rows.
 
-        keys [n_kv_heads, n_prompt, head_dim] of that batch row. Rows behind the prompt, which none
+        keys [n_kv_heads, n_prompt, head_dim] of that batch row. Rows after the prompt, which none
         of its rows could see, get the mean. None where the layer was not seen, or is not finite.
         """
         if layer not in self._rows:
@@ -102,8 +102,8 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 @contextmanager
 def observing(model: Any, cache: Any) -> Iterator[None]:
-    """Have the attention of a request noted in its cache's `observed`; the model's own is back
-    afterwards. None there: nothing is done.
+    """Have a request's attention noted in its cache's `observed`; the model's own is put back
+    afterwards. With `observed` None nothing is done.
 
     Only sdpa is observed: under eager attention nothing is noted.
     """

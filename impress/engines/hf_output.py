@@ -1,5 +1,5 @@
-"""What a request says on its way: its first logits, what it is given, its tokens to a streamer, and
-what the guard compares."""
+"""What a request yields on its way: its first logits, the tokens it is given, those for a streamer,
+and what the guard compares."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MOST_COMPARED: Final = 64
 
 
 class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
-    """Changes nothing; notes when the first logits came. `given`: what passes of the model are.
+    """Changes nothing; notes when the first logits came. `given`: notes what its passes are given.
 
-    Made when the request's turn has come. Asked before processors of the caller's.
+    Made when the request's turn has come. Called before the caller's own processors.
     """
 
     def __init__(self, called: float) -> None:
@@ -35,14 +35,14 @@ class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
         self.given = Given()
 
     def check_ours(self, err: PrefixLost) -> None:
-        """Raises it where it comes from processors, criteria or a streamer of the caller's, which
+        """Raises the error where it comes from the caller's processors, criteria or streamer, which
         may read another store: all of a prefix is read before the first logits."""
         if self.ttft_ms:
             raise err
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not self.ttft_ms:
-            if scores.is_cuda:  # only launched so far; generate() waits just behind this, too
+            if scores.is_cuda:  # only launched so far; generate() waits right after this, too
                 torch.cuda.synchronize(scores.device)
             now = perf_counter()
             self.ttft_ms = (now - self._called) * 1000
@@ -51,19 +51,19 @@ class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
 
 
 class Given(StoppingCriteria):  # type: ignore[misc]  # the base is untyped
-    """Stops nothing; notes what the next pass of the model is given. Asked last of all: processors,
-    criteria and what goes by `input_ids` else may have rewritten it by then, and do so later."""
+    """Stops nothing; notes what the next pass of the model is given. Called last: processors,
+    criteria and others that use `input_ids` may have rewritten it by then, and may do so later."""
 
     def __init__(self) -> None:
-        self._tokens: list[torch.Tensor] = []  # behind each pass the next one's
+        self._tokens: list[torch.Tensor] = []  # after each pass, those of the next
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self._tokens.append(input_ids[:, -1:].clone())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def named(self, prompt: Sequence[npt.NDArray[np.int32]], result: torch.Tensor) -> torch.Tensor:
-        """The sequences of a result as the model was given them, and the last token: they name its
-        rows."""
+        """The sequences of a result as the model was given them, plus the last token: these name
+        its rows."""
         rows = torch.from_numpy(np.stack(prompt)).to(result)
         n_given = result.shape[1] - rows.shape[1] - 1
         return torch.cat([rows, *self._tokens[:n_given], result[:, -1:]], dim=1)
@@ -72,8 +72,8 @@ class Given(StoppingCriteria):  # type: ignore[misc]  # the base is untyped
 class PromptOnce:
     """The caller's streamer, which gets the prompt once although a lost prefix runs it twice.
 
-    A second run starts before any token is out, so all that was streamed by then is the prompt, if
-    the first came so far.
+    A second run starts before any token is out, so what was streamed by then is the prompt, if the
+    first run came that far.
     """
 
     def __init__(self, streamer: Any) -> None:
@@ -103,8 +103,8 @@ class RawLogits:
         self.tops: list[int] = []
 
     def note(self, cache: Any, module: Any, args: Any, output: Any) -> None:
-        """A pass over another cache, or none, is no pass of the request: whoever it calls on its
-        way (a processor, a streamer) may run the model."""
+        """Skips a pass over another cache, or none: it is not the request's. Code called on the way
+        (a processor, a streamer) may run the model."""
         if getattr(output, "past_key_values", None) is not cache:
             return
         last = output.logits[0, -1]
@@ -116,7 +116,7 @@ class RawLogits:
 
 @contextmanager
 def hearing(model: Any, cache: Any, raw: RawLogits | None) -> Iterator[None]:
-    """Have the logits of a request's passes noted, those over its cache. None: nothing is done."""
+    """Note the logits of a request's passes over its cache. `raw` None: nothing is done."""
     if raw is None:
         yield
         return

@@ -27,7 +27,7 @@ from tiers.hbm import page_lock
 
 
 class StoredPrefix:
-    """Leases of a batch whose rows share the length of what is stored of them.
+    """Leases of a batch whose rows all have the same length stored.
 
     find_prefix → open(policy) → start, wait (all rows) | read_ahead, choose (one prompt) → close
     """
@@ -37,25 +37,25 @@ class StoredPrefix:
         self._leases = leases
         self._is_lent = False
         self._sessions: list[Session] = []
-        self._begun_for: Policy | None = None  # these
+        self._begun_for: Policy | None = None  # the policy of these sessions
         self.seen: dict[int, Seen] | None = None
-        """A dict here is given what each layer's `choose` was asked, to be weighed later."""
+        """A dict set here collects what each layer's `choose` was asked, to be weighed later."""
 
     def cold_bytes(self) -> int:
-        """Of all rows' keys and values: bytes that no cache holds now."""
+        """Bytes of all rows' keys and values that no cache holds now."""
         return sum(lease.cold_bytes() for lease in self._leases)
 
     def spans(self) -> tuple[Span, ...]:
-        """What it lies in, lease by lease."""
+        """The spans it lies in, lease by lease."""
         return tuple(Span(*span) for lease in self._leases for span in lease.span_bytes())
 
     def cache_bytes(self) -> int:
-        """What caches hold at most."""
+        """Most bytes that caches hold."""
         return self._leases[0].cache_bytes()
 
     def open(self, policy: Policy, begin: Callable[[Lease, Policy], Session] | None = None) -> None:
-        """Begin the sessions, unless they were begun for this policy, to see what it could choose
-        by. Raises what `Lease.session` does; close() is due all the same."""
+        """Begin the sessions, unless `has_importance` has begun them for this policy already.
+        Raises what `Lease.session` does; close() must be called even then."""
         if self._sessions and self._begun_for == policy:
             return
         self._end()
@@ -69,7 +69,7 @@ class StoredPrefix:
                 self._sessions.append(begin(lease, policy))
 
     def has_importance(self, policy: Policy) -> bool:
-        """Whether all rows were given importance when they were stored: begins what reads by it.
+        """Whether all rows were stored with importance: begins the sessions that read by it.
 
         Raises PrefixLost.
         """
@@ -112,7 +112,7 @@ class StoredPrefix:
         k, v, _ = session.retrieve(layer, query, scaling, lse)
         if self.seen is not None and lse is not None and isinstance(session, SparseSession):
             chosen = session.chosen[layer]
-            if query.shape[1] > SHADOW_ROWS:  # its estimates are of rows that are not kept, too
+            if query.shape[1] > SHADOW_ROWS:  # its estimates also cover rows that are not kept
                 chosen = replace(
                     chosen, estimated_missing_mass=math.nan, missing_mass_worst_head=math.nan
                 )
@@ -123,12 +123,12 @@ class StoredPrefix:
 
     @property
     def lease(self) -> Lease:
-        """That of a prompt that was asked alone."""
+        """The lease of a prompt that came alone, not in a batch."""
         (lease,) = self._leases
         return lease
 
     def lend(self) -> Lease:
-        """The same, which is the caller's to release from now on."""
+        """The same lease, which is the caller's to release from now on."""
         self._is_lent = True
         return self.lease
 
@@ -151,8 +151,8 @@ class StoredPrefix:
         return all(ended)
 
     def is_untouched(self) -> bool:
-        """Once every layer is there or given up: whether nothing reads into the cache, or climbs
-        from it, any more; after `close` nor does who follows its reads. Waits for nothing."""
+        """Once every layer is there or given up: whether nothing reads into the cache, or is copied
+        up from it, any more; after `close`, followers of its reads included. Waits for nothing."""
         return all(session.is_untouched() for session in self._sessions)
 
 
@@ -164,10 +164,10 @@ def end_reads(prefix: StoredPrefix | None, cache: RowsCache) -> None:
 
 
 def end_early(prefix: StoredPrefix, cache: RowsCache) -> None:
-    """See to it that a prefix is closed once all layers are there and nothing climbs any more from
-    where they were read to. Held until the answer's last token it could pass for one that nobody
+    """Have a prefix closed once all layers are there and nothing is copied up any more from where
+    they were read to. Held until the answer's last token, it could pass for one that nobody
     releases, could not be evicted, and was learnt from late."""
-    its = weakref.ref(cache)  # else it led back to itself, and stayed for the garbage collector
+    its = weakref.ref(cache)  # else a cycle would leave it to the garbage collector
 
     def ended() -> bool:
         mine = its()
@@ -180,7 +180,7 @@ def end_early(prefix: StoredPrefix, cache: RowsCache) -> None:
 
 
 def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> StoredPrefix | None:
-    """Lease the longest run of windows stored of every row; None is a miss.
+    """Lease the longest run of windows stored for every row; None is a miss.
 
     The last token is left out: the model must compute at least one.
     """
@@ -195,11 +195,11 @@ def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> St
             if shortest and all(lease.n_tokens == shortest for lease in leases):
                 undo.pop_all()
                 return StoredPrefix(leases)
-        longest = shortest  # something went between the two
+        longest = shortest  # something was removed between the two
     return None
 
 
 def lock_pages(store: PrefixStore, model: Any) -> None:
-    """What a model on a device gets from the store is read into memory that the device reaches."""
+    """For a model on a device: have the store read into memory that the device reaches."""
     if model.device.type == "cuda":
         store.buffers.prepare = partial(page_lock, device=model.device.index)

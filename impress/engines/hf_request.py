@@ -30,15 +30,15 @@ class Request:
     lost: str  # why a prefix that was found could not be read, "" when nothing was lost
     stored_tokens: int = 0  # accepted by the store so far; durable after engine.flush()
     refused: str = ""  # why the store did not take the new part
-    policy: str = "exact"  # the name of the one asked for
-    why: str = ""  # the mode was taken, with what each was estimated to cost
-    guard: str = "off"  # what the guard said: "trusted", how much of that is earned, why none is
-    memory: str = "pooled"  # where its rows were: "virtual", or "pooled" and why where asked for
+    policy: str = "exact"  # the name of the policy asked for
+    why: str = ""  # why the mode was taken, with the estimated cost of each
+    guard: str = "off"  # what the guard said: "trusted", how much of that is earned, or why none is
+    memory: str = "pooled"  # of its rows: "virtual", or "pooled" and why, if virtual was asked for
     chosen_rows_share: float = 0.0  # rows brought ÷ rows of the prefix
     fallback_share: float = 0.0  # layers whose identifier did not decide ÷ layers
-    bytes_share: float = 0.0  # chosen rows and what they were chosen by ÷ exact's bytes
+    bytes_share: float = 0.0  # (chosen rows + what they were chosen by) ÷ exact's bytes
     transferred_share: float = 0.0  # bytes that moved, amplification included ÷ exact's bytes
-    shared_bytes: int = 0  # of the SSD's: out of reads under way for others, not read again
+    shared_bytes: int = 0  # of the SSD's: taken from reads under way for others, not read again
     ahead_bytes: int = 0  # of those that moved: read on a guess, before they were asked for
     estimated_missing_mass: float = 0.0  # of the worst layer; nan where a layer has no estimate
     missing_mass_worst_head: float = 0.0  # of the worst head of any layer; nan likewise
@@ -52,7 +52,7 @@ def totals(reports: Sequence[AccessReport], geometry: Geometry) -> dict[str, Any
     lines = [dict(line) for report in reports for line in report.per_layer]
     exact_bytes = n_tokens * (geometry.k_row_bytes + geometry.v_row_bytes)
     n_layers = max(len(lines), 1)
-    # A session that brings every row says nothing of choosing.
+    # A session that brings every row says nothing about choosing.
     chosen = sum(line.get("chosen", n_tokens) for line in lines)
     wanted = sum(line.get("wanted_bytes", exact_bytes) for line in lines)
     moved = sum(sum(line["bytes"].values()) for line in lines)
@@ -77,5 +77,5 @@ def _by_tier(counts: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 def _largest(lines: Sequence[dict[str, Any]], name: str) -> float:
-    """nan as soon as one layer's is: the largest is then not known."""
+    """nan as soon as one layer's is, as the largest is then not known."""
     return float(np.max([line.get(name, 0.0) for line in lines])) if lines else 0.0

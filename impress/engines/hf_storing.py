@@ -3,7 +3,7 @@
 generate() ── offer ──> | job | job | ... | ──> thread: writer, put every layer, release
               full: skipped and counted
 
-Rows on a device are copied from there on a stream of its own, beside what later requests compute.
+Rows on a device are copied from there on a separate stream, beside what later requests compute.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tiers.line import Line
 
 log = logging.getLogger("impress")
 
-_WAIT_S: Final = 30.0  # for write buffers, of one put
-_EARLIER_WAIT_S: Final = 10.0  # for what was stored just before and begins alike, to be READY
+_WAIT_S: Final = 30.0  # of one put, for write buffers
+_EARLIER_WAIT_S: Final = 10.0  # for an earlier store that begins alike to be READY
 _MOST_WAITING: Final = 4  # requests whose caches may be held back for storing
 _MOST_OF_FREE: Final = 0.5  # of a device's memory: the rest is for the next requests
 
@@ -50,13 +50,13 @@ class Job:
     tokens: tuple[npt.NDArray[np.int32], ...]
     release: Callable[[], None]  # gives the cache's memory back
     outcome: Outcome = field(default_factory=Outcome)
-    computed: dict[torch.device, Any] = field(default_factory=dict)  # the event behind its rows
+    computed: dict[torch.device, Any] = field(default_factory=dict)  # the event after its rows
 
 
 class StoreQueue:
     """Stores jobs in the order offered, in one thread started by the first of them.
 
-    Thread-safe. A job that fails leaves its error for `drain`; the ones behind it go on.
+    Thread-safe. A job that fails leaves its error for `drain`; those after it go on.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class StoreQueue:
             raise failed
 
     def _end(self) -> None:
-        """The program ends, and nobody closed the engine: do it before the interpreter is gone."""
+        """The program ends, and nobody closed the engine: close before the interpreter is gone."""
         if self._line.alive:
             try:
                 self.close()
@@ -147,9 +147,9 @@ class StoreQueue:
 
     @contextmanager
     def _beside(self, job: Job) -> Iterator[None]:
-        """What is copied from a device waits for what the request computed, and for nothing else.
+        """Copies from a device wait for what the request computed, and for nothing else.
 
-        Who copies waits on the host, so the rows are free as soon as they are released.
+        The copying thread waits on the host, so the rows are free as soon as they are released.
         """
         with ExitStack() as streams:
             for device, computed in job.computed.items():
@@ -162,7 +162,7 @@ class StoreQueue:
             yield
 
     def _store_rows(self, job: Job) -> None:
-        # Of equal rows one is stored: of what it has just accepted the store need not know yet.
+        # Of equal rows one is stored: the store may not know yet what it has just accepted.
         rows_of = {tokens.tobytes(): row for row, tokens in enumerate(job.tokens) if len(tokens)}
         before, self._stored = self._stored, {}
         for row in rows_of.values():
@@ -188,7 +188,7 @@ class StoreQueue:
 
 def too_much(cache: RowsCache, others: Sequence[RowsCache]) -> str:
     """Why a request's rows may not wait, beside others, on the device they are on; "" where they
-    may. One that is among the others counts once."""
+    may. A cache that is among the others counts once."""
     others = list({id(one): one for one in others if one is not cache}.values())
     for device, n_bytes in cache.device_bytes().items():
         held = n_bytes + sum(one.device_bytes()[device] for one in others)
@@ -202,7 +202,7 @@ def too_much(cache: RowsCache, others: Sequence[RowsCache]) -> str:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of a device: what nobody has, and what torch keeps for its next tensors."""
+    """Free bytes of a device: what nobody has, and what torch keeps for its next tensors."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 
@@ -210,7 +210,7 @@ def _free_bytes(device: torch.device) -> int:
 def whole_windows(
     sequences: torch.Tensor, n_prompt: int, window: int, ends: Any
 ) -> tuple[npt.NDArray[np.int32], ...]:
-    """Of each batch row the whole windows up to its end token (`ends`), without what pads it."""
+    """Each batch row's whole windows up to its end token (`ends`), without its padding."""
     ends = on_host(ends)
     rows = []
     for row in sequences.cpu().numpy().astype(np.int32):
@@ -224,7 +224,7 @@ def whole_windows(
 def _importance(
     cache: RowsCache, layer: int, row: int, n_tokens: int
 ) -> npt.NDArray[np.float32] | None:
-    """Of the first n_tokens rows of a layer, by what the prompt's last rows attended to."""
+    """Importance of a layer's first n_tokens rows, by what the prompt's last rows attended to."""
     if cache.observed is None:
         return None
     keys = cache.layers[layer].first_keys(row, cache.observed.n_prompt)

@@ -21,7 +21,7 @@ from impress.engines.hf_modules import (
 from impress.errors import StoreMismatch
 from impress.namespace import adapter_settings
 
-#: Of a tensor, to notice a change. Odd: those of a matrix lie in many columns.
+#: Elements of a tensor to notice a change by. Odd, so that a matrix's lie in many columns.
 SAMPLES: Final = 31
 
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}  # their memory is their values
@@ -29,14 +29,14 @@ _WORDS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Weights:
-    """What a model's weights are, to be asked later whether they still are. Process-local.
+    """A model's weights as they are, to check later whether they still are. Process-local.
 
-    Noticed: a parameter or buffer that is another object, lies elsewhere, in another shape or order
-    or was written through autograd's version; a module of another class, or that was not there;
+    Noticed: a parameter or buffer that is another object, lies elsewhere, has another shape or
+    order, or was written so that autograd's version moved; a module of another class, or a new one;
     another adapter; another number of layers to run; and, whatever way it was written (`.data`,
-    inference mode, memory used again), a change of the sampled elements. A change that moves
-    neither address nor version and that is nowhere sampled is not: a few rows of an embedding
-    through `.data`, say.
+    inference mode, memory used again), a change of the sampled elements. Not noticed: a change that
+    moves neither address nor version and hits no sampled element, such as a few rows of an
+    embedding through `.data`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -53,9 +53,9 @@ class Weights:
         self._n_layers = _n_layers(model)
 
     def check(self) -> None:
-        """In every request. Raises StoreMismatch where weights are others now or code has come to
-        a module, and Unsupported where one is in training mode or sees what follows, or such an
-        adapter has come.
+        """Called in every request. Raises StoreMismatch where weights have changed or code has come
+        to a module, and Unsupported where a module is in training mode or sees what follows, or
+        such an adapter was added.
         """
         check_adapters(self._model)
         modules = modules_of(self._model)
@@ -67,10 +67,10 @@ class Weights:
             raise StoreMismatch("the model's weights changed since attach(): attach it again")
 
     def _changed(self, modules: Sequence[Any]) -> bool:
-        """On a GPU one copy from it."""
+        """On a GPU this takes one copy from it."""
         if _kinds(modules) != self._kinds:  # over the same tensors
             return True
-        if _n_layers(self._model) != self._n_layers:  # a forward goes by it
+        if _n_layers(self._model) != self._n_layers:  # it decides what a forward runs
             return True
         tensors = _tensors(modules)
         if len(tensors) != len(self._refs):
@@ -79,13 +79,13 @@ class Weights:
             return True
         if _places(tensors) != self._places:
             return True
-        # Not before: memory is there to be looked at where each still has what it had.
+        # Not before: memory can be looked at only where each tensor still has what it had.
         if self._sampled(tensors) != self._samples:
             return True
         return _adapter(self._model, modules) != self._adapter
 
     def _sampled(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
-        """Samples of all: those of the host by word size, of others in one copy a device."""
+        """Samples of all tensors: on the host by word size, others in one copy per device."""
         by_size: dict[int, list[npt.NDArray[Any]]] = {}
         others = []
         for tensor, sample in zip(tensors, self._host, strict=True):
@@ -97,10 +97,10 @@ class Weights:
 
 
 class _HostSample:
-    """Samples of a tensor in host memory, which it does not keep: `words` are read where they lie.
+    """Samples of a tensor in host memory, which is not kept: `words` are read where they lie.
 
-    Without a call of torch's: each lets go of the interpreter, and while a request is being stored
-    it is got back late (measured, 68 tensors: 2 to 3 ms instead of .3).
+    No torch call is made: each lets go of the interpreter, which while a request is being stored is
+    got back late (measured, 68 tensors: 2 to 3 ms instead of .3).
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -113,23 +113,23 @@ class _HostSample:
 
 
 def _kinds(modules: Sequence[Any]) -> list[type]:
-    """The classes of all modules, but for what torch.compile puts around one. Of those without
-    tensors, too: an activation, or what is put around a layer and changes its rows."""
+    """The classes of all modules, except torch.compile's wrappers. Modules without tensors count,
+    too: an activation, or a wrapper that changes a layer's rows."""
     return [type(module) for module in modules if "_orig_mod" not in module._modules]
 
 
 def _n_layers(model: Any) -> int | None:
-    """Transformers' models run so many of the layers that they have."""
+    """How many of its layers a Transformers model runs."""
     return getattr(model.config, "num_hidden_layers", None)
 
 
 def _adapter(model: Any, modules: Sequence[Any]) -> list[list[str]]:
-    """What PEFT's layers go by, where there are any: their names take a walk of torch's own."""
+    """The settings of PEFT's layers, if there are any: their names take a walk of torch's own."""
     return [] if of_package(modules, "peft") is None else adapter_settings(model)
 
 
 def _spread(n: int) -> tuple[int, int]:
-    """Of n elements in a row how many are looked at, at most SAMPLES, and each how many further."""
+    """How many of n elements in a row are looked at, at most SAMPLES, and the step between them."""
     step = max(1, -(-n // SAMPLES))
     return -(-n // step), step
 
@@ -149,7 +149,7 @@ def _tensors(modules: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
-    """Where and how each lies: through `.data` a tensor gets another shape without a version."""
+    """Where and how each lies: through `.data` a tensor changes shape without a new version."""
     return [
         (t.data_ptr(), 0 if t.is_inference() else t._version, t.shape, t.stride(), t.dtype)
         for t in tensors

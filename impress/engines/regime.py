@@ -1,13 +1,13 @@
-"""What the caches are for: what is important of all prefixes, or the whole of those that are asked
-for most. Which of the two is cheaper is found by trying.
+"""What the caches are for: the important rows of all prefixes, or all rows of those asked for most.
+Which of the two is cheaper is found by trying.
 
     chosen rows of all ──a gain is likely──> hot prefixes are read whole, others as is cheapest
                        <──it is not there───
 
 The caches follow what is read, some tens of requests later. Until then a single request that reads
-everything tells little: of a hot prefix half is not there, and what was read is being copied up.
+everything tells little: half of a hot prefix is not there, and what was read is being copied up.
 
-Pure arithmetic, as `choice`.
+Pure arithmetic, like `choice`.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import numpy as np
 from impress.engines.costs import MOST_SURPRISE, Span
 from impress.usage.remembered import HALF_LIFE
 
-#: Spans of which uses are known, and prefixes whose bytes are; others are forgotten, those of the
-#: fewest uses first, or asked for longest ago.
+#: Spans whose uses are known, and prefixes whose bytes are; beyond that, those with the fewest
+#: uses, or asked for longest ago, are forgotten first.
 _MOST: Final = 4096
-#: Requests by which it is decided, at least; those before count for less, each by a 64th.
+#: Least requests for a decision; earlier ones count for less, each by a 64th.
 _ENOUGH: Final = 32
 _DECAY: Final = 1 - 1 / 64
-#: Requests until the caches have followed; and until it may be seen that there is no hope.
+#: Requests until the caches have followed; and until a try may be seen to have no hope.
 _SETTLE: Final = 64
 _GIVE_UP: Final = 16
 _HOPELESS: Final = 1.25
-#: Hot prefixes are read whole where that is expected to take less than so many times what requests
-#: take now, the first time and later: what reading one takes that lies in the caches is not known
-#: before. They are so on where it turns out to gain this share, until it loses as much.
+#: Hot prefixes are read whole where that is expected to take less than this many times what
+#: requests take now, the first time and later: what it takes to read one from the caches is not
+#: known before. This goes on where it turns out to gain the share _GAIN, until it loses as much.
 _FIRST_TRY: Final = 1.5
 _TRY: Final = 1.1
 _GAIN: Final = 0.02
-#: Else it is tried again after so many times as many requests, up to _MOST of them. At once where
-#: it gained for so long; and after _MOST requests the other is looked at again.
+#: Otherwise it is tried again after this many times as many requests, up to _MOST of them; at once
+#: where it gained for _LONG requests. After _MOST requests the other is looked at again.
 _AGAIN: Final = 8
 _LONG: Final = 256
-#: So many requests a try may take to show it, while it loses no more than that.
+#: Requests that a try may take to show it, while it takes no more than _TRY times as long.
 _UNDECIDED: Final = 96
-#: Of so many requests for a prefix is the mean what it takes; of so many estimates (which follow
-#: the machine themselves) whether it has become slower.
+#: Requests for a prefix whose mean is what it takes; and estimates (which follow the machine
+#: themselves) whose mean says whether it has become slower.
 _OWN: Final = 4
 _NEWEST: Final = 4
 
@@ -53,13 +53,13 @@ class IfWhole:
     """What caches would hold if each request read all rows of its prefix."""
 
     def __init__(self, *, by_last_use: bool = False) -> None:
-        """`by_last_use`: what was not used for longest goes first; else what is used least."""
+        """`by_last_use`: the least recently used goes first; else the least used."""
         self._by_last_use = by_last_use
         self._tick = 0
         self._at: dict[bytes, int] = {}  # key of a span -> its place in the arrays
         self._keys: list[bytes] = []
         self._bytes = np.zeros(_MOST)
-        self._rank = np.full(_MOST, -np.inf)  # log2 of uses, what fades added back
+        self._rank = np.full(_MOST, -np.inf)  # log2 of uses, with what fades added back
 
     def note(self, spans: Sequence[Span]) -> None:
         """A request asked for a prefix."""
@@ -75,8 +75,8 @@ class IfWhole:
                 self._bytes[i] = max(self._bytes[i], span.n_bytes)
 
     def cold(self, spans: Sequence[Span], cache_bytes: int) -> int:
-        """Of their bytes: those that caches of so many would not hold. Of spans that were used as
-        much the first ones are there first."""
+        """Bytes of the spans that caches of `cache_bytes` would not hold. Of spans that were used
+        equally, the first ones are there first."""
         n = len(self._at)
         order = self._rank[:n].argsort()
         up_to = np.concatenate(([0.0], self._bytes[:n][order].cumsum()))
@@ -96,13 +96,13 @@ class IfWhole:
         return -np.inf if i is None else float(self._rank[i])
 
     def _place(self, key: bytes) -> int:
-        """Where a span stands in the arrays, from now on."""
+        """A span's place in the arrays, from now on."""
         i = self._at.get(key)
         if i is not None:
             return i
         i = len(self._at)
         if i < _MOST:
-            self._keys[i:] = [key]  # not behind one that Ctrl-C left without its place
+            self._keys[i:] = [key]  # not after one that Ctrl-C left without its place
         else:
             i = int(self._rank.argmin())
             del self._at[self._keys[i]]
@@ -113,9 +113,9 @@ class IfWhole:
 
 
 class Expected(NamedTuple):
-    """Of a request for n_bytes up to a span, seconds: so; in the other regime, None: as was noted
-    of it there; in this one, once the caches have followed. `rest_s`: of each for its own tokens,
-    which are not always as many."""
+    """Seconds of a request for n_bytes up to the span `last`: `so_s` as it is served now; `other_s`
+    in the other regime (None: as noted there); `hoped_s` in this one, once the caches have
+    followed. `rest_s`: of each, for its own tokens, which are not always as many."""
 
     last: Span
     n_bytes: int
@@ -126,7 +126,7 @@ class Expected(NamedTuple):
 
 
 class Regime:
-    """Whether hot prefixes are read whole: by what requests take so, and would otherwise."""
+    """Whether hot prefixes are read whole: by what requests take so, and would take otherwise."""
 
     def __init__(self) -> None:
         self.whole = False
@@ -134,7 +134,7 @@ class Regime:
         self._n = -_SETTLE  # at first the caches are empty
         self._so_s = self._other_s = 0.0
         self._tried = False
-        # Of prefixes while rows of all were chosen: seconds a byte, without what a request takes
+        # By prefix, while rows of all were chosen: seconds per byte, without what a request takes
         # for its own tokens; and of all of them together seconds and bytes.
         self._chosen: OrderedDict[Span, float] = OrderedDict()
         self._sum_s = self._sum_bytes = 0.0
@@ -142,7 +142,7 @@ class Regime:
 
     @property
     def slower(self) -> float:
-        """How many times as long requests take as when it turned."""
+        """How many times as long requests take as when the regime turned."""
         return self._times / self._times_then if self._times_then else 1.0
 
     def knows(self, last: Span) -> bool:
@@ -150,7 +150,7 @@ class Regime:
         return last in self._chosen
 
     def tally(self, took_s: float, expected: Expected) -> bool:
-        """A request took so long. True: it has turned, and the next is for the other."""
+        """A request took `took_s`. True: the regime has turned, and the next is in the other."""
         self._n += 1
         if self._n == 1:
             self._so_s = self._other_s = 0.0
@@ -175,8 +175,8 @@ class Regime:
         return True
 
     def follow(self, times: float) -> None:
-        """A request takes so many times as long as was expected of one like it before it turned.
-        What is out at first, while the caches follow, is out of what was expected."""
+        """A request takes `times` as long as was expected of one like it before the regime turned.
+        What is off at first, while the caches follow, is off in what was expected."""
         if self._n <= 0:
             self._n_then += 1
             self._times_then += (times - self._times_then) / self._n_then
@@ -193,7 +193,7 @@ class Regime:
             most = _TRY if self._tried else _FIRST_TRY
             return self._n >= self._wait and self._other_s < most * self._so_s
         lost, n = self._so_s / max(self._other_s, 1e-9), self._n
-        if n <= 0:  # what was hoped for is known better by now
+        if n <= 0:  # what can be hoped for is known better now
             return n + _SETTLE >= _GIVE_UP and lost > _HOPELESS
         if n < _UNDECIDED:
             return n >= _ENOUGH and lost > _TRY

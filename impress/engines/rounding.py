@@ -1,4 +1,4 @@
-"""What the environment has oneDNN round by, which computes a CPU's products for torch and vLLM."""
+"""How the environment lets oneDNN round, which computes a CPU's products for torch and vLLM."""
 
 from __future__ import annotations
 

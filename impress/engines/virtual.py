@@ -31,12 +31,12 @@ class Virtual:
     context: int | None = None
     """Most tokens of one, prompt and answer. None: the longest the model takes."""
     page_bytes: int = 64 << 10
-    """Memory comes by so much in each buffer: a power of two from 4 KiB. From 2 MiB on the kernel
-    is asked for huge pages. A device rounds it up to what it can map."""
+    """Memory is added this many bytes at a time in each buffer: a power of two from 4 KiB. From
+    2 MiB on the kernel is asked for huge pages. A device rounds it up to what it can map."""
     budget_bytes: int | None = None
     """Most memory behind all rows; None: no limit."""
     keep_bytes: int = 256 << 20
-    """Most memory that stays for later requests, behind slots nobody rents or behind none."""
+    """Most memory kept for later requests, behind slots nobody rents or behind none."""
 
     def __post_init__(self) -> None:
         least = {"batch": 1, "context": 1, "page_bytes": 0, "budget_bytes": 0, "keep_bytes": 0}
@@ -75,7 +75,7 @@ class Sizes:
 
     @classmethod
     def of(cls, geometry: Geometry, batch: int, context: int, page_bytes: int) -> Sizes:
-        """Of the geometry one worker holds: under tensor parallelism, its own heads."""
+        """Sizes for the geometry that one worker holds: under tensor parallelism, its own heads."""
         rows = geometry.k_row_bytes, geometry.v_row_bytes
         return cls(geometry.n_layers, batch, context, rows, page_bytes)
 
@@ -128,7 +128,7 @@ class Slot:
     """One request's part of every buffer."""
 
     use: Use = Use.IDLE
-    n_rows: int = 0  # that memory is behind, in all buffers
+    n_rows: int = 0  # rows that have memory, in all buffers
     last_use: int = 0  # when it was given back; larger is later
     renter: int = 0  # number of its latest rental
 
@@ -139,9 +139,9 @@ class Usage:
 
     reserved_bytes: int  # of addresses
     held_bytes: int  # memory behind them, or kept for them
-    idle_bytes: int  # of it for later requests
+    idle_bytes: int  # of that, kept for later requests
     n_rented: int = 0  # requests served
-    n_reused: int = 0  # of them: slots that had memory behind them
+    n_reused: int = 0  # of those, with slots that had memory already
     n_ahead: int = 0  # growths made before they were needed
     n_stalls: int = 0  # growths that a request waited for
     stall_s: float = 0.0
@@ -151,7 +151,7 @@ class Usage:
 def choose(slots: Sequence[Slot], batch: int, n_rows: int) -> int | None:
     """First of `batch` neighbouring idle slots for a request that begins with n_rows; None if none.
 
-    Neighbours, since the rows of a batch are one tensor. Those with the least memory behind that
+    Neighbours, since the rows of a batch are one tensor. Takes those with the least memory that
     suffices, else those with the most: a short request must not sit on what a long one left.
     """
     best: tuple[bool, int] | None = None
@@ -168,9 +168,9 @@ def choose(slots: Sequence[Slot], batch: int, n_rows: int) -> int | None:
 
 
 def reclaim(slots: Sequence[Slot], sizes: Sizes, n_bytes: int, spared: range) -> list[int]:
-    """Idle slots whose memory goes so that at least n_bytes come free: those idle longest first.
+    """Idle slots whose memory is taken to free at least n_bytes: those idle longest first.
 
-    All there are where they do not suffice. `spared` are being rented.
+    All of them where they do not suffice. `spared`: slots that are being rented.
     """
     idle = [
         i for i, slot in enumerate(slots)

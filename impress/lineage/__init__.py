@@ -1,4 +1,4 @@
-"""What came before, working beside it: earlier systems' parts, to choose or to compare with.
+"""Parts of earlier systems, working beside impress: to choose, or to compare with.
 
 docs/LINEAGE.md says what each did, what is kept of it, and what it measures at.
 """

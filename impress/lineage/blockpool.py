@@ -4,7 +4,7 @@
     request ──> its blocks, in order                       in which they are given to others
 
 Metadata only: what lies in a block is the caller's business. A free block keeps its hash until it
-is given to another request, so a later one may still find it there.
+is given to another request, so a later request may still find it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Granted(NamedTuple):
 
 @dataclass(slots=True)
 class _Table:
-    """One request: its blocks, the key behind each whole one; of the last, if partial, the tokens
-    and their extras, by place in it."""
+    """One request: its blocks, the key after each whole one; the tokens of the last block, if it is
+    partial, and their extras by place in it."""
 
     blocks: list[int]
     keys: list[bytes]
@@ -41,15 +41,15 @@ class _Table:
 
 
 class BlockPool:
-    """n_blocks blocks of block_tokens tokens. Not thread-safe. A request that has blocks
-    already, or none, where it should be the other way, is BadInput.
+    """n_blocks blocks of block_tokens tokens. Not thread-safe. Raises BadInput for a request that
+    has blocks already where it should have none, or none where it should have some.
 
     Whole blocks are shared by reference; partial ones belong to one request. A request's table
-    only grows: where it computes a block that another one holds too, both stay (duplicates).
+    only grows: if it computes a block that another one holds too, both stay (duplicates).
     """
 
     def __init__(self, n_blocks: int, block_tokens: int, root: bytes) -> None:
-        """`root`: the key before any token, of namespace and tenant (blockhash.root_key)."""
+        """`root`: the key before any token, made from namespace and tenant (blockhash.root_key)."""
         self.block_tokens = block_tokens
         self._root = root
         self._tables: dict[Hashable, _Table] = {}
@@ -62,13 +62,13 @@ class BlockPool:
 
     @property
     def n_free(self) -> int:
-        """Blocks that nobody refers to, those that still hold something among them."""
+        """How many blocks nobody refers to, those that still hold something included."""
         return len(self._free)
 
     def computed(self, token_ids: Any, extra: Extra | None = None) -> list[int]:
         """The blocks of the longest prefix that is there, short of the prompt's last token. Pure.
 
-        That one has to be computed for its logits, so a prompt found whole gives all but one block.
+        The last has to be computed for its logits, so a prompt found whole gives all but one block.
         """
         tokens = as_tokens(token_ids)
         return self._hit(tokens, self._keys(self._root, tokens, extra))
@@ -76,10 +76,10 @@ class BlockPool:
     def allocate(
         self, request: Hashable, token_ids: Any, extra: Extra | None = None
     ) -> Granted | None:
-        """Blocks for a request's prompt: those of `computed`, referred to, and new ones behind.
+        """Blocks for a request's prompt: those of `computed`, now referred to, and new ones after.
 
-        None, and nothing changed, where there are too few. A hit among the free blocks is no room
-        for the rest. New whole blocks are found from now on: whoever asks is computed behind this.
+        None, and nothing changed, if too few are free. Free blocks that are part of the hit are no
+        room for the rest. New whole blocks are found from now on: whoever asks is computed after.
         """
         if request in self._tables:
             raise BadInput(f"blockpool: {request!r} has blocks already: append to them or free it")
@@ -95,14 +95,14 @@ class BlockPool:
         blocks = hit + self._fresh(n_new)
         self._remember(blocks[len(hit) :], keys[len(hit) :])
         cut = len(keys) * self.block_tokens
-        tail = tokens[cut:].copy()  # the caller's array may be another prompt's next
+        tail = tokens[cut:].copy()  # the caller may reuse its array for another prompt
         self._tables[request] = _Table(blocks, keys, tail, _from(cut, extra or {}))
         return Granted(list(blocks), len(hit) * self.block_tokens)
 
     def append(self, request: Hashable, token_ids: Any) -> list[int] | None:
-        """More tokens of a request: the blocks taken for them, none where the last has room.
+        """Add tokens to a request: the blocks taken for them, empty if the last one has room.
 
-        Blocks they fill are found from now on. None, and nothing changed, where there are too few.
+        Blocks they fill are found from now on. None, and nothing changed, if too few are free.
         """
         table = self._table(request)
         tokens = np.concatenate([table.tail, as_tokens(token_ids)])
@@ -119,7 +119,7 @@ class BlockPool:
         return new
 
     def free(self, request: Hashable) -> None:
-        """The request has ended. What nobody refers to any more goes last block first."""
+        """The request has ended. Blocks nobody refers to any more are reused last block first."""
         blocks = np.array(self._table(request).blocks, dtype=np.int64)
         del self._tables[request]
         self._tick += 1
@@ -150,7 +150,7 @@ class BlockPool:
         return table
 
     def _keys(self, before: bytes, tokens: Tokens, extra: Extra | None) -> list[bytes]:
-        """The key behind each whole block."""
+        """The key after each whole block."""
         labels = labels_of(tokens, self.block_tokens, extra)
         return list(chain(before, labels, self.block_tokens))
 
@@ -159,7 +159,7 @@ class BlockPool:
         return [next(iter(self._found[key])) for key in there]
 
     def _fresh(self, n: int) -> list[int]:
-        """Blocks to write to, n of those free; what they held is found no more."""
+        """Take n free blocks to write to; what they held is no longer found."""
         blocks: list[int] = self._free.take(n).tolist()
         self._refs[blocks] = 1
         for block in blocks:
@@ -172,7 +172,7 @@ class BlockPool:
         return blocks
 
     def _remember(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
-        """Whole blocks and their keys; blocks beyond the keys are partial, and nobody else's."""
+        """Have whole blocks found by their keys; blocks beyond the keys are partial, not shared."""
         for block, key in zip(blocks, keys, strict=False):
             self._found.setdefault(key, {})[block] = None
             self._key_of[block] = key

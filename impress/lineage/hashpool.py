@@ -1,10 +1,10 @@
 """Blocks that no request refers to, kept by hash in case the next one wants them: at most K.
 
-    acquire ──> the leading blocks that are here, shared with whoever else has them
-    release ──> what nobody refers to any more stays, if it is not among the least worth keeping
+    acquire ──> the leading blocks that are here, shared with other requests that have them
+    release ──> what nobody refers to any more stays, unless it is among the least worth keeping
 
-A block is worth what vLLM's free queue makes of it: its last use, then the shortest prefix. Unlike
-`BlockPool` it owns no fixed memory: what requests hold is theirs, and counts for nothing here.
+A block is worth what it is in vLLM's free queue: by its last use, then the shortest prefix. Unlike
+`BlockPool` it owns no fixed memory: blocks that requests hold are theirs, and do not count here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HashPool(Generic[Block]):
     """Keys are those of blockhash.chain, a block is whatever the caller keeps. Not thread-safe."""
 
     def __init__(self, most_blocks: int) -> None:
-        """`most_blocks`: K, of blocks that nobody refers to."""
+        """`most_blocks`: K, the most blocks kept that nobody refers to."""
         self._most = most_blocks
         self._entries: dict[bytes, _Entry[Block]] = {}
         self._heap = MinHeap(most_blocks + 1)  # one more, for a newcomer to be weighed
@@ -43,7 +43,7 @@ class HashPool(Generic[Block]):
         self._tick = 0  # requests that have ended
 
     def __len__(self) -> int:
-        """Blocks that nobody refers to."""
+        """How many blocks nobody refers to."""
         return len(self._heap)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
@@ -51,7 +51,7 @@ class HashPool(Generic[Block]):
         return sum(1 for _ in takewhile(self._entries.__contains__, keys))
 
     def acquire(self, keys: Sequence[bytes]) -> list[Block]:
-        """The leading blocks that are here; they stay until as many are released."""
+        """The leading blocks that are here; they stay until released as often."""
         entries = [self._entries[key] for key in keys[: self.lookup(keys)]]
         idle = [entry for entry in entries if not entry.refs]
         self._heap.discard(np.array([entry.slot for entry in idle], dtype=np.int64))
@@ -65,8 +65,8 @@ class HashPool(Generic[Block]):
     def release(self, keys: Sequence[bytes], blocks: Sequence[Block], n_acquired: int) -> None:
         """A request has ended: its blocks, in prompt order, the first n_acquired of them acquired.
 
-        Of a block that is here by now the one that came first is kept. Raises BadInput, and changes
-        nothing, where nobody refers to one that is said to be acquired: it was released before, or
+        If a block is here already, the one that came first is kept. Raises BadInput, and changes
+        nothing, if nobody refers to a block that is said to be acquired: it was released before, or
         in another pool.
         """
         if not 0 <= n_acquired <= len(keys) == len(blocks):
@@ -87,7 +87,7 @@ class HashPool(Generic[Block]):
                 self._keep(key, entry, i + 1)
 
     def check(self) -> None:
-        """Assert that what may go is what nobody refers to, and no more than K."""
+        """Assert that the blocks that may go are those nobody refers to, and at most K."""
         self._heap.check()
         assert len(self) <= self._most, "over its budget"
         idle = {entry.slot: key for key, entry in self._entries.items() if not entry.refs}
@@ -96,7 +96,7 @@ class HashPool(Generic[Block]):
         assert sorted([*idle, *self._slots]) == list(range(self._most + 1)), "a slot is lost"
 
     def _keep(self, key: bytes, entry: _Entry[Block], end: int) -> None:
-        """Used now, and nobody's: in among what may go, the least of which goes if it is full."""
+        """Put a block that was just used among those that may go; if full, the least one goes."""
         if entry.slot < 0:
             entry.slot = self._slots.pop()
             self._keys[entry.slot] = key

@@ -1,12 +1,12 @@
-"""Whether a policy has earned to choose rows: a ledger of requests whose true missing mass is
-known.
+"""Whether a policy has earned the right to choose rows: a ledger of requests whose true missing
+mass is known.
 
     earning ─n clean shadows in a row→ trusted ─bound over the last n too high→ exact ─n clean…→ …
     exact answers, each a shadow       a share of requests a shadow             as earning
 
 A *shadow* is a request whose chosen rows were weighed against all keys; it is *clean* when the
-softmax weight left out, of the worst layer, is within the target and a tolerance: of the prompt's
-new tokens, not of those of the answer, which attend to the same rows. Pure: counts and masses in,
+softmax weight left out, in the worst layer, is within the target plus a tolerance. That is over the
+prompt's new tokens, not the answer's, which attend to the same rows. Pure: counts and masses in,
 decisions out; no clock and no chance, so the same requests leave the same ledger.
 
 The statistic is the share of requests that are not clean, its upper limit the one-sided 95 %
@@ -14,12 +14,12 @@ Clopper-Pearson bound. Not the mean mass: a selector told to miss at most a tent
 that, and a bound on the mean of 300 (empirical Bernstein's adds .04) would never be under a target
 that the mean is aimed at. Not Wilson's or a normal approximation: they are worst where it matters,
 at no or few exceedances. The exact limit needs no model of the masses, only requests that are
-alike. 300 clean ones in a row rule out shares above 1 %; trust ends where the bound over the last
+alike. 300 clean ones in a row rule out shares above 1 %; trust ends when the bound over the last
 300 is above twice that: at the second that is not clean, not at the first.
 
-The confidence is that of the 300, not of being trusted: any 300 in a row will do, and each shadow
-may end such a row. A policy of which 1 % of requests are not clean is trusted within its first 600
-shadows in one case of five, and after 1,939 on average; at 2 %, after 21,400. Those are left to the
+The confidence is in the 300, not in being trusted: any 300 in a row will do, and each shadow may
+complete such a row. A policy with 1 % of requests not clean is trusted within its first 600 shadows
+in one case of five, and after 1,939 on average; at 2 %, after 21,400. Such policies are left to the
 watch. Nor is it known whether requests are alike: 300 repeats of one prompt count as 300.
 """
 
@@ -34,15 +34,15 @@ from typing import Final, Literal, NamedTuple
 State = Literal["earning", "trusted", "exact"]
 STATES: Final[tuple[State, ...]] = ("earning", "trusted", "exact")
 
-#: One in so many shadows of trusted requests is run again exactly, whole.
+#: One in this many shadows of trusted requests is run again exactly, whole.
 RERUN_EVERY: Final = 20
 #: 1 − confidence of the bound.
 _DOUBT: Final = 0.05
 #: The bound that ends trust ÷ the bound that n clean shadows in a row give.
 _SLACK: Final = 2.0
-#: Trust not earned in so many times the shadows it takes may never be: no request is slowed for it.
+#: Trust not earned in this many times the shadows needed may never be: no request is slowed for it.
 _TRIES: Final = 2
-#: Over the target, as a share of it: a sketch has an error (docs/SELECTION.md has it measured),
+#: Allowed over the target, as a share of it: a sketch has an error (measured in docs/SELECTION.md),
 #: and bfloat16 rows round.
 _TOLERANCE: Final = 0.5
 _LEAST_TOLERANCE: Final = 0.01
@@ -51,9 +51,9 @@ _ROUNDING: Final = 1e-3
 
 
 class Decision(NamedTuple):
-    """How a guarded request goes about it. `rerun` only where it is a sparse shadow.
+    """How a guarded request is served. `rerun` only for a sparse shadow.
 
-    `wanted`: for its shadow, now and then also where another mode is faster.
+    `wanted`: for its shadow this mode is taken now and then even where another is faster.
     """
 
     mode: Literal["exact", "sparse"]
@@ -65,8 +65,8 @@ class Decision(NamedTuple):
 class Weighed(NamedTuple):
     """A shadow: the true missing mass of its worst layer, and what its selector made of it.
 
-    Of the mean head or of the worst one, as the policy bounds it. `estimate`: the true mass less
-    the most by which a layer was over its own estimate; nan where one has none.
+    Both for the mean head or for the worst one, as the policy bounds it. `estimate`: the true mass
+    less the most by which a layer was over its own estimate; nan if a layer has none.
     """
 
     true_mass: float
@@ -74,7 +74,7 @@ class Weighed(NamedTuple):
 
 
 class Rerun(NamedTuple):
-    """A sparse answer beside the exact one: nats between first tokens, tokens that differ."""
+    """A sparse answer against the exact one: nats between first tokens, tokens that differ."""
 
     kl: float
     n_flips: int
@@ -83,7 +83,7 @@ class Rerun(NamedTuple):
 
 @dataclass(slots=True)
 class Ledger:
-    """Of one policy in one namespace. Not thread-safe."""
+    """The ledger of one policy in one namespace. Not thread-safe."""
 
     target: float
     """Missing mass that a request may have, mean over its query rows."""
@@ -102,18 +102,18 @@ class Ledger:
     n_flips: int = 0
     n_compared: int = 0
     recent: deque[bool] = field(default_factory=deque)
-    """Of the last shadows in this state, whether each was over; at most n_wanted."""
+    """Whether each of the last shadows in this state was over; at most n_wanted."""
     n_before: int = 0
-    """Of the shadows and the dropped ones, those before it was last sent back: tries count anew."""
+    """Shadows and dropped ones before it was last sent back: tries are counted from there."""
 
     @property
     def most_mass(self) -> float:
-        """A shadow with more is not clean."""
+        """A shadow with more missing mass is not clean."""
         return self.target + max(_TOLERANCE * self.target, _LEAST_TOLERANCE)
 
     @property
     def n_clean(self) -> int:
-        """Clean shadows since the last that was not."""
+        """Clean shadows since the last one that was not."""
         return next((i for i, over in enumerate(reversed(self.recent)) if over), len(self.recent))
 
     @property
@@ -123,11 +123,11 @@ class Ledger:
 
     @property
     def most_bound(self) -> float:
-        """Trust ends above it: below 1, however few shadows are wanted."""
+        """Trust ends when `bound` is above it. It is below 1, however few shadows are wanted."""
         return min(_SLACK * upper_limit(0, self.n_wanted), 1 - _DOUBT / 2)
 
     def decide(self, share: float, salt: bytes = b"") -> Decision:
-        """The next request's way. `share` of trusted requests become shadows, drawn by a hash."""
+        """How to serve the next request. A `share` of trusted ones are shadows, drawn by a hash."""
         self.n_requests += 1
         if self.state != "trusted":
             n_tries = self.n_shadows + self.n_dropped - self.n_before
@@ -138,7 +138,7 @@ class Ledger:
         return Decision("sparse", watched, watched and again < 1 / RERUN_EVERY)
 
     def note(self, weighed: Weighed) -> str:
-        """One shadow. One line where it changed the state, else ""."""
+        """Count one shadow. Returns one line if it changed the state, else ""."""
         mass, estimate = weighed
         over = not mass <= self.most_mass  # nan: not known is not clean
         self.n_shadows += 1
@@ -153,8 +153,8 @@ class Ledger:
         return self._send_back() if self.bound > self.most_bound else ""
 
     def note_rerun(self, rerun: Rerun) -> None:
-        """What the exact answer says of a sparse one. It is shown, and decides nothing: no bound
-        on missing mass is one on answers."""
+        """What the exact answer says about a sparse one. It is shown but decides nothing: a bound
+        on missing mass is not one on answers."""
         self.n_reruns += 1
         self.worst_kl = max(self.worst_kl, rerun.kl)
         self.n_flips += rerun.n_flips
@@ -206,7 +206,7 @@ def upper_limit(n_over: int, n: int) -> float:
 
 
 def _at_most(k: int, n: int, p: float) -> float:
-    """P(X ≤ k) of X binomial(n, p), 0 < p < 1."""
+    """P(X ≤ k) for X binomial(n, p), 0 < p < 1."""
     total, log_p, log_q = 0.0, math.log(p), math.log1p(-p)
     for i in range(k + 1):
         ways = math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1)

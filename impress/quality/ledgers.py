@@ -8,7 +8,7 @@
 16  4 recent shadows       -8  8 xxh3_64 of all before
 20  4 length of the policy
 
-Version 1 is the same without the count at 112, and is read too.
+Version 1 is the same without the count at 112, and can be read too.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _MOST_NAME: Final = 400  # bytes
 
 
 class Entry(NamedTuple):
-    """A ledger and whose it is."""
+    """A ledger and its policy."""
 
     policy: str
     ledger: Ledger
 
 
 class Ledgers:
-    """Thread-safe. Values that are damaged, newer or of other settings begin again."""
+    """Thread-safe. Ledgers whose values are damaged, newer or of other settings begin again."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Ledgers:
         self._dumped: set[bytes] = set()  # with the last dump
 
     def open(self, namespace: bytes, policy: Any, config: Config) -> bytes:
-        """The key of a policy's ledger in a namespace, which is there from now on."""
+        """The key of a policy's ledger in a namespace; the ledger exists from now on."""
         name = name_of(policy)
         salt = RULES.to_bytes(16, "little")  # in the key alone: the name is shown
         key = namespace + hashlib.blake2b(name.encode(), digest_size=8, salt=salt).digest()
@@ -82,7 +82,7 @@ class Ledgers:
         return key
 
     def decide(self, key: bytes, share: float) -> tuple[Decision, str]:
-        """The next request's way, and the state in words."""
+        """How to serve the next request, and the state in words."""
         with self._lock:
             ledger = self._entries[key].ledger
             self._changed.add(key)
@@ -94,7 +94,7 @@ class Ledgers:
             return self._entries[key].ledger.said()
 
     def note(self, key: bytes, weighed: Weighed) -> None:
-        """One shadow; a change of state is logged and saved."""
+        """Count one shadow; a change of state is logged and saved."""
         with self._lock:
             name, ledger = self._entries[key]
             line = ledger.note(weighed)
@@ -124,7 +124,7 @@ class Ledgers:
             return values
 
     def not_saved(self) -> None:
-        """What the last dump gave did not come into the index: the next one has it again."""
+        """The last dump did not reach the index: the next one gives it again."""
         with self._lock:
             self._changed |= self._dumped
 
@@ -135,7 +135,7 @@ class Ledgers:
 
 
 def target_of(policy: Any, config: Config) -> float:
-    """The missing mass a policy says it keeps to; the operator's where it says none."""
+    """The missing mass a policy says it keeps to; the operator's if it says none."""
     own = getattr(policy, "max_missing_mass", None)
     return float(own) if isinstance(own, (int, float)) else config.guard_missing_mass
 
@@ -189,7 +189,7 @@ def encode(entry: Entry) -> bytes:
 
 
 def decode(raw: bytes | None) -> Entry | None:
-    """The inverse; None on what is not there, damaged or of another version."""
+    """The inverse; None for a value that is missing, damaged or of another version."""
     try:
         return None if raw is None else _decoded(raw)
     except (FormatError, UnicodeDecodeError):
@@ -207,7 +207,7 @@ def _decoded(raw: bytes) -> Entry:
     end = head.size + (n_recent + 7) // 8
     if state >= len(STATES) or len(raw) != end + n_name + 8:
         raise FormatError("guard: a value of another version")
-    # Version 1 does not say: what was sent back has all its tries again.
+    # Version 1 does not say: a ledger that was sent back has all its tries again.
     before = rest[11] if version > 1 else shadows + dropped if sent_back else 0
     bits = np.frombuffer(raw, dtype=np.uint8, count=end - head.size, offset=head.size)
     recent = np.unpackbits(bits, count=n_recent, bitorder="little").astype(bool).tolist()

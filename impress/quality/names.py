@@ -1,9 +1,9 @@
-"""What a policy is known by: its class, all of its settings, and what it does where that is not
+"""What a policy is known by: its class, all of its settings, and its code where that is not
 impress's own; the same in every process.
 
-Trust that was earned under a name is spent under it (ledgers.py), so whatever a policy chooses by
-has to be in it. What impress's own do is counted by hand (identify.RULES). What code calls in turn
-is not seen.
+Trust that was earned under a name is spent under it (ledgers.py), so the name has to hold whatever
+a policy chooses by. Changes to what impress's own do are counted by hand (identify.RULES). Code
+that the policy's code calls in turn is not seen.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from impress.errors import ImpressError
 from impress.selection import probes
 from impress.selection.identify import OWN, select
 
-#: What Python itself keeps in a class.
+#: Names that Python itself keeps in a class.
 _PYTHONS: Final = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
-_PLAIN_REPR: Final[Any] = object.__repr__  # says where an object lies
-#: Packages of which a class's methods are not told: they are of a version, or counted by RULES.
+_PLAIN_REPR: Final[Any] = object.__repr__  # gives an object's address
+#: Packages whose classes' methods are left out: they have a version, or are counted by RULES.
 _NOT_THEIRS: Final = {"impress", *sys.stdlib_module_names}
-#: Of which a repr tells where they lie, and there is no more.
+#: Their repr gives their address, and there is no more to tell.
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 _SLOTS: Final = (GetSetDescriptorType, MemberDescriptorType)
-#: Where torch.compile's wrapper, which holds much of the process, has the function itself.
+#: Where torch.compile's wrapper, which refers to much of the process, has the function itself.
 _COMPILED: Final = "_torchdynamo_orig_callable"
 
 
@@ -51,7 +51,7 @@ def _settings(policy: Any) -> str:
         if params is not None and params.repr:
             said = _in_full(policy)  # whatever repr its class has
         else:
-            # A class that is none may have a base's repr, which knows nothing of its own settings.
+            # A class that is no dataclass may have a base's repr, which lacks its own settings.
             settings = (f" {name}={_told(value)}" for name, value in _state_of(policy))
             said = f"{kind.__qualname__} {policy.name}{''.join(settings)}"
         if kind.__module__ == built_in.__name__:
@@ -71,13 +71,13 @@ def _does(policy: Any) -> list[str]:
         of = [own.__qualname__ for own, each in OWN.items() if each is identifier]
         found += [f"as {of[0]}"] if of else _whole(identifier)
     if probe is not None and probe not in probes.OWN:
-        with suppress(ImpressError):  # it is not known, and nothing is chosen by it
+        with suppress(ImpressError):  # an unknown probe, by which nothing is chosen
             found += _whole(probes.codec_of(probe))
     return found
 
 
 def _whole(value: Any) -> list[str]:
-    """A callable, or an object: what it keeps, what its class shares among all, and does."""
+    """A callable or an object: its state, what its class shares among all, and its methods."""
     value = getattr(value, _COMPILED, value)
     if isinstance(value, MethodType):
         return [_as_far_as(value.__func__), *_whole(value.__self__)]
@@ -89,7 +89,7 @@ def _whole(value: Any) -> list[str]:
 
 
 def _methods(kind: type) -> list[str]:
-    """What a class and its bases do, of those that are neither Python's nor impress's."""
+    """The methods of a class and its bases, except of those that are Python's or impress's."""
     found = []
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in _NOT_THEIRS:
@@ -109,7 +109,7 @@ def _lines(named: list[tuple[str, Any]]) -> list[str]:
 
 
 def _as_far_as(value: Any) -> str:
-    """As `_told`; of what leads back to itself, that it is another."""
+    """As `_told`; for a value that leads back to itself, that it is unlike all others."""
     try:
         return _told(value)
     except RecursionError:
@@ -117,12 +117,12 @@ def _as_far_as(value: Any) -> str:
 
 
 def _unlike_all() -> str:
-    """In the place of what cannot be told: no trust is better than another's."""
+    """Stands in for what cannot be told: no trust is better than another policy's."""
     return secrets.token_hex(8)
 
 
 def _of_class(kind: type) -> list[tuple[str, Any]]:
-    """Settings that stand in a class or its bases, by name; not what it does, nor its fields."""
+    """Settings kept in a class or its bases, by name; not its methods, nor its fields."""
     own = {f.name for f in fields(kind)} if is_dataclass(kind) else {"name"}
     found = {
         name: value
@@ -135,8 +135,8 @@ def _of_class(kind: type) -> list[tuple[str, Any]]:
 
 
 def _hidden(value: Any) -> list[tuple[str, Any]]:
-    """What a dataclass chooses by that it neither takes nor shows, by name: such fields, and what
-    it has set itself beside them. Not what is worked out once it is asked for."""
+    """A dataclass's settings that it neither takes nor shows, by name: such fields, and attributes
+    it has set itself beside them. Not what is computed only when asked for."""
     told = {field.name for field in fields(value) if field.repr or field.init}
     state = {field.name: getattr(value, field.name, None) for field in fields(value)}
     state |= dict(_state_of(value))
@@ -153,8 +153,8 @@ def _state_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def _told(value: Any) -> str:
-    """A setting's repr, but in full: that of an array or a tensor leaves out rows and digits, that
-    of a module what it has learnt."""
+    """A setting's repr, but in full: an array's or a tensor's leaves out rows and digits, and a
+    module's what it has learnt."""
     if isinstance(value, FunctionType):
         value = getattr(value, _COMPILED, value)
         return f"{value.__module__}.{value.__qualname__} {_code(value)}"
@@ -173,11 +173,11 @@ def _told(value: Any) -> str:
     if _has_learnt(value):
         plain = type(value).__repr__ is _PLAIN_REPR
         said = type(value).__qualname__ if plain else repr(value)
-        with suppress(Exception):  # on a device that is gone, say
+        with suppress(Exception):  # say, on a device that is gone
             return f"{said} {_learnt({**value.state_dict(), **_beside(value)})}"
         return said
     if _is_array(value):
-        with suppress(Exception):  # of no device, say: then its repr has to do
+        with suppress(Exception):  # say, of no device: then its repr has to do
             rows = repr(value.tolist()).encode()  # floats in full, of whatever dtype
             digest = xxhash.xxh3_128_hexdigest(rows)
             return f"{type(value).__name__}({value.dtype}, {tuple(value.shape)}, {digest})"
@@ -187,9 +187,9 @@ def _told(value: Any) -> str:
 
 
 def _code(function: FunctionType) -> str:
-    """A digest of what a function does, and of what it was given to do it with."""
+    """A digest of what a function does, and of the values it was given for that."""
     parts, functions = list[str](), [function]
-    for one in functions:  # it grows: by those that it was given, of which one may be itself
+    for one in functions:  # it grows by the functions it was given, one maybe itself
         parts += _steps(one.__code__)
         for held in _held(one):
             if isinstance(held, FunctionType):
@@ -201,9 +201,9 @@ def _code(function: FunctionType) -> str:
 
 
 def _steps(code: CodeType) -> list[str]:
-    """What code does, that of functions made in it included."""
+    """What code does, functions made in it included."""
     parts, todo = list[str](), [code]
-    for each in todo:  # it grows
+    for each in todo:  # the list grows
         parts.append(f"{each.co_code.hex()} {each.co_names}")
         todo += [const for const in each.co_consts if isinstance(const, CodeType)]
         parts += [_told(const) for const in each.co_consts if not isinstance(const, CodeType)]
@@ -214,7 +214,7 @@ def _held(function: FunctionType) -> list[Any]:
     """What a function was given: defaults, and what it found around it."""
     held: list[Any] = [function.__defaults__, function.__kwdefaults__]
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # it is empty yet
+        with suppress(ValueError):  # it is still empty
             held.append(cell.cell_contents)
     return held
 
@@ -235,8 +235,8 @@ def _learnt(state: Mapping[str, Any]) -> str:
 
 
 def _beside(module: Any) -> dict[str, Any]:
-    """What a torch.nn.Module chooses by and saves nowhere, of those in it too: plain attributes,
-    and buffers that are not persistent."""
+    """What a torch.nn.Module, and those in it, choose by and save nowhere: plain attributes, and
+    buffers that are not persistent."""
     found: dict[str, Any] = {}
     for where, one in getattr(module, "named_modules", tuple)():
         plain = {name: each for name, each in vars(one).items() if not name.startswith("_")}
@@ -258,7 +258,7 @@ def _of(value: Any) -> list[tuple[str | None, Any]]:
         return [(None, part) for pair in value.items() for part in pair]
     if isinstance(value, list | tuple | set | frozenset):
         return [(None, part) for part in value]
-    if type(value).__repr__ is _PLAIN_REPR:  # else it is told by where it lies
+    if type(value).__repr__ is _PLAIN_REPR:  # else it would be told by its address
         return list(_state_of(value))
     return []
 
@@ -269,7 +269,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether its repr is not all of it, or not the same in every process."""
+    """Whether its repr leaves something out, or is not the same in every process."""
     kinds = (set, frozenset, FunctionType, MethodType, partial, partialmethod, staticmethod,
              classmethod, property, type, *_LOCKS)  # fmt: skip
     return _is_array(value) or isinstance(value, kinds) or _has_learnt(value)

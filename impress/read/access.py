@@ -1,4 +1,4 @@
-"""What a session read: a line a layer, and their sum."""
+"""What a session read: one line per layer, and their sum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Line = dict[str, Any]
 class AccessReport:
     """What a session read. Rows are tokens of one layer; bytes as moved, padding included.
 
-    `shared_bytes`: of those from the SSD, what came out of a read under way for another request.
+    `shared_bytes`: those of the SSD's bytes that came out of a read under way for another request.
     """
 
     policy: str
@@ -28,8 +28,8 @@ class AccessReport:
 
 
 def line_of(rows: Load, used: Sequence[Load], wait_ms: float, ahead_bytes: int = 0) -> Line:
-    """A layer's line: whose `rows` were brought, and all that was `used` for it."""
-    moved = {"ssd": ahead_bytes}  # of which some were read for nothing
+    """A layer's line: `rows` is the load that brought its rows, `used` all loads made for it."""
+    moved = {"ssd": ahead_bytes}  # some of these were read for nothing
     for load in used:
         for tier, n in load.bytes_by_tier.items():
             moved[tier] = moved.get(tier, 0) + n
@@ -46,7 +46,7 @@ def line_of(rows: Load, used: Sequence[Load], wait_ms: float, ahead_bytes: int =
 
 
 def report_of(policy: str, n_tokens: int, lines: list[Line]) -> AccessReport:
-    """What these lines say in all."""
+    """The report that sums up these lines."""
     total: dict[str, dict[str, int]] = {"rows": {}, "bytes": {}}
     for line in lines:
         for kind, by_tier in total.items():

@@ -20,18 +20,18 @@ Floats = npt.NDArray[np.float32]
 class Places(NamedTuple):
     """Where the rows of a prefix lie in one plane."""
 
-    pieces: Positions  # of each row, in position order; those of two spans lie far apart
+    pieces: Positions  # the piece of each row, in position order; those of two spans lie far apart
     piece_rows: int
     piece_bytes: int
-    gap: int  # pieces that are read through between two that are wanted
+    gap: int  # up to so many pieces between two wanted ones are read through
 
 
 def preferred(chosen: Positions | None, average: Floats | None, there: Mask) -> Positions:
     """Rows worth a guess, the likeliest first.
 
-    First those that were `chosen` (ascending; None: all) in the layer before, then those that
-    requests chose before (`average` [n]; None where nothing is known of it), each by that average,
-    equals by position. Not those that are `there` already, in a fast tier.
+    First those that were `chosen` (ascending; None: all) in the previous layer, then those that
+    earlier requests chose (`average` [n]; None where nothing is known of it); within each group by
+    that average, ties by position. Rows that are `there` already, in a fast tier, are left out.
     """
     named = np.zeros(len(there), dtype=bool)
     named[slice(None) if chosen is None else chosen] = True
@@ -41,7 +41,7 @@ def preferred(chosen: Positions | None, average: Floats | None, there: Mask) -> 
 
 
 def within(order: Positions, planes: Sequence[Places], cap_bytes: int) -> Positions:
-    """The longest beginning of `order` that costs at most cap_bytes to read, ascending."""
+    """As many of the first rows of `order` as cost at most cap_bytes to read, ascending."""
     most = cap_bytes // sum(p.piece_bytes for p in planes) * max(p.piece_rows for p in planes)
     order = order[:most]
     counts = range(1, len(order) + 1)
@@ -50,7 +50,7 @@ def within(order: Positions, planes: Sequence[Places], cap_bytes: int) -> Positi
 
 
 def cost(rows: Positions, planes: Sequence[Places]) -> int:
-    """Bytes that reading these rows moves, whole pieces and gaps included. Never less for more."""
+    """Bytes moved to read these rows, whole pieces and gaps included. More rows never cost less."""
     total = 0
     known: dict[tuple[int, int], int] = {}  # planes whose rows lie alike share the sum
     for place in planes:

@@ -1,9 +1,9 @@
-"""What a layer's read brought whole climbs one tier, behind the request's back.
+"""Chunks that a layer's read brought whole climb one tier, in the background.
 
     buffers a layer was read into ─chunks that were used→ entries of the cache above
 
-What the caller saw there is taken out of its reach and compared with its sums: what it wrote to it
-stays out.
+Bytes that the caller saw there are copied out of its reach and compared with their sums: what it
+wrote to them stays out.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ MOST_HELD: Final = 64 << 20
 
 
 class Climbs:
-    """What one session brought, on its way up: once the request has its rows, so that copies and
-    reads do not share the processor; what lies in the caller's memory at once."""
+    """What one session brought, on its way up. It starts once the request has its rows, so that
+    copies and reads do not share the processor; what lies in the caller's memory starts at once."""
 
     def __init__(self) -> None:
         self.tickets: list[Ticket] = []
-        self.leaving: list[Ticket] = []  # of what climbs from the caller's memory
+        self.leaving: list[Ticket] = []  # those that climb from the caller's memory
         self._gate = Ticket(1)  # the others begin when it is done
         self._lock = threading.Lock()
-        self._held_bytes = 0  # of buffers that wait for it
+        self._held_bytes = 0  # of buffers that wait for the gate
 
     def add(self, load: Load) -> None:
-        """Have it climb, if anything of it does."""
+        """Have a load climb, if anything of it does."""
 
         def note(ticket: Ticket) -> None:  # before it is queued: it may read the caller's memory
             if load.outs is not None:
@@ -62,26 +62,26 @@ class Climbs:
                 self.begin()
 
     def begin(self) -> None:
-        """What waits need not wait any more. From any thread."""
+        """Let those that wait begin. From any thread."""
         with self._lock:
-            if not self._gate.done:  # first: what waits for one that is lost would wait for ever
+            if not self._gate.done:  # first: what waits for a lost gate would wait for ever
                 self._gate.run(nothing)
             self._gate = Ticket(1)
         self._held_bytes = 0
 
 
 def climb(load: Load, told: Callable[[Ticket], object], after: Ticket | None = None) -> bool:
-    """Copy the used chunks that were read whole one tier up, behind everything else.
+    """Queue, behind everything else, copies one tier up of the used chunks that were read whole.
 
-    Not before `after` is done. False if nothing goes. Costs the caller only the queueing: what to
-    do is found out there. `told`: of the ticket, before anything is queued.
+    They begin only when `after` is done. False if nothing climbs. Costs the caller only the
+    queueing: the task itself finds out what to do. `told`: called with the ticket, before queueing.
     """
     brought = load.brought()
     levels = levels_above(brought)
     if not levels or all((by_part >= 0).all() for by_part in load.entries[0]):
         return False
     if not any(len(load.pieces(i)) for i in range(len(load.planes))):
-        return False  # all came from memory to its place: there is nothing to copy from
+        return False  # all was copied from memory to its place: there is no buffer to copy from
     n_bytes = sum(len(buffer.array) for buffer in load.buffers)
     noted: list[Ticket] = []
     held: list[Buffer] = []
@@ -144,9 +144,9 @@ def _climb(load: Load, brought: Brought, levels: Sequence[ChunkCache]) -> None:
 
 
 def _ranks(load: Load, part: Part, ready: Mask) -> Ranks:
-    """[part.count]: of its chunks that are ready, as they will stand after this use of them.
+    """[part.count]: ranks of its chunks that are ready, as they will be after this use of them.
 
-    Of all at once: it is work on the whole span, however few are asked for.
+    For all at once: it is work on the whole span, however few are asked for.
     """
     ranks, used = np.zeros(part.count), part.first + np.flatnonzero(ready)
     ranks[ready] = ranks_if_used(load.reading, part.source, load.layer, used)
@@ -178,7 +178,7 @@ def _copy_up(
     what each is worth."""
     wanted = part.first + first + np.arange(len(places[0]))
     n_windows = part.source.held.record.n_windows
-    noted: list[Ids] = []  # the caller's thread may be the one that signals come to
+    noted: list[Ids] = []  # this may run on the thread that signals come to
     try:
         granted, entries = cache.admit(part.span, n_windows, load.layer, wanted, ranks, noted)
         if not len(granted):
@@ -195,7 +195,7 @@ def _copy_up(
             raise
         if not isinstance(err, MediumError):
             raise
-        # As where the caller wrote to what it was given, and should not have.
+        # For example, the caller wrote to what it was given, and should not have.
         load.reading.counters.add("promotions_failed")
 
 
@@ -207,12 +207,12 @@ def _abandon(cache: ChunkCache, noted: list[Ids]) -> None:
 def _copy(
     load: Load, part: Part, which: Ids, places: list[Ids], cache: ChunkCache, entries: Ids
 ) -> None:
-    """These chunks into their entries; `places`: by plane, where in its dest each begins. Each is
-    compared out of reach of whoever sees where it lies. Raises ReadFailed.
+    """Copy these chunks into their entries; `places`: by plane, where in its dest each begins. Each
+    is compared in a buffer that the caller cannot reach. Raises ReadFailed.
 
     All rows of a layer are shown to the caller where they were read into, and chosen ones have
-    waited for their turn. What is compared has to be what is copied and has its sum kept: between
-    one look at the caller's memory and the next it may write there.
+    waited for their turn. The bytes compared have to be those that are copied and whose sum is
+    kept: between one look at the caller's memory and the next, the caller may write there.
     """
     own = load.reading.rent(max(shape.chunk_bytes for shape in load.shapes))
     try:
@@ -231,7 +231,7 @@ def _copy(
 
 
 def publish(reading: Reading, cache: ChunkCache, entries: Ids) -> None:
-    """These copies are whole and right: from now on they are found, and count."""
+    """These copies are whole and correct: from now on they are found, and are counted."""
     cache.publish(entries)
     reading.counters.add(f"promoted_bytes/{cache.tier.name}", len(entries) * cache.chunk_bytes)
     reading.counters.add(f"promotions/{cache.tier.name}", len(entries))

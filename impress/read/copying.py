@@ -1,8 +1,8 @@
-"""What caches bring of a layer: planned by who has it, found by the threads that copy.
+"""What caches bring of a layer: planned by which of them has it, found by the threads that copy.
 
     plan ─Unfound─ cut in slices ─▶ threads that copy: found ─Pieces─▶ read_pieces
 
-Where each piece lies, and its checksum, was found before: that held up reads of home, which take
+Finding where each piece lies, and its checksum, beforehand held up reads of home, which take
 longest, by 0.1 ms a layer of rows from two caches (OPT-6.7B, two cores).
 """
 
@@ -22,12 +22,12 @@ from impress.spans.layout import PlaneLayout
 from impress.stats import Spent
 from tiers.base import Bytes, Pieces
 
-#: Says what some pieces are.
+#: Finds out what some pieces are.
 Find = Callable[[], Pieces]
 
 
 class Unfound(Protocol):
-    """Pieces whose places are found by whoever reads them."""
+    """Pieces whose places are found by the thread that reads them."""
 
     @property
     def n_bytes(self) -> int: ...
@@ -40,7 +40,7 @@ class Unfound(Protocol):
 
 
 def found(some: Find, noted: list[Spent]) -> Pieces:
-    """What they are; what it took to find out is noted."""
+    """The pieces that `some` finds; the time that took is noted."""
     noted.append(spent := Spent())
     with spent:
         return some()
@@ -52,26 +52,26 @@ Copies = dict[str, list[tuple[Part, Unfound]]]
 
 @dataclass(frozen=True, slots=True)
 class _Some(ABC):
-    """Some of a part's plane, all of which a cache has. `entries`: of each of the part's chunks."""
+    """Some of a part's plane, all of it in one cache. `entries`: one for each chunk of the part."""
 
     part: Part
     layer: int
     plane: int
-    some: Positions  # which
-    to: Positions  # of dest; or [some, rows] where each row has its own place
+    some: Positions  # which pieces, or chunks
+    to: Positions  # their places in dest; or [some, rows] where each row has its own place
     cache: ChunkCache
     entries: Ids
     dest: Bytes
 
     @property
     def shape(self) -> PlaneLayout:
-        """Of the plane."""
+        """The plane's layout."""
         return self.part.source.layout.planes[self.plane]
 
     @property
     @abstractmethod
     def one_bytes(self) -> int:
-        """Of each of them."""
+        """Bytes of each of them."""
 
     @property
     def n_bytes(self) -> int:
@@ -88,7 +88,7 @@ class _Some(ABC):
 
 
 class PiecesOf(_Some):
-    """Pieces of its chunks."""
+    """Pieces of the part's chunks."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ class PiecesOf(_Some):
     def found(self, first: int = 0, end: int | None = None) -> Pieces:
         part, shape, entries = self.part, self.shape, self.entries
         pieces = self.some[first:end]
-        # Of chunk c, less what is before it: its piece p is p pieces further on.
+        # Where chunk c begins, less the chunks before it: piece p of the part is p pieces further.
         begins = self.cache.plane_at(self.plane, entries)
         begins -= np.arange(len(entries)) * shape.chunk_bytes
         starts = begins.take(pieces // shape.pieces if shape.pieces > 1 else pieces)

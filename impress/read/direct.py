@@ -4,8 +4,8 @@
                  └─ of all others: left for `gather`, from home, in runs ─a buffer→ their places
 
 Chosen rows, and rows of packed spans that lie among others'. (All rows of packed chunks:
-`whole.py`.) Rows of home are read with their neighbours, and so through a buffer; memory has no use
-for that. Who reads them puts them in their places, while the next are under way.
+`whole.py`.) Rows of home are read with their neighbours, and so through a buffer; rows in memory
+need none. The thread that reads from home puts rows in their places while the next are under way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tiers.base import Bytes
 
 @dataclass(frozen=True, slots=True)
 class Mine:
-    """Rows of a part, by ordinal, that the cache of this level has; `to`: among all wanted."""
+    """Rows of a part, by ordinal, that this level's cache has; `to`: places among all wanted."""
 
     part: int
     level: int
@@ -41,8 +41,8 @@ class Direct:
     """`mine`: what comes from memory. `left`: the parts, with only those rows that home has to
     give; `at`: where these go, among all n_rows wanted.
 
-    `given`: by plane, the wanted rows in order; theirs who look at them. `spare`: behind these is
-    room for one more, where those of home go that nobody wants: to leave them out is a pass more.
+    `given`: by plane, the wanted rows in order; it belongs to those who look at it. `spare`: after
+    them is room for one more, where home's unwanted rows go: skipping those is one more pass.
     """
 
     mine: list[Mine]
@@ -58,7 +58,7 @@ class Direct:
         self, parts: Sequence[Part], entries: Sequence[Sequence[Ids]], layer: int,
         planes: Sequence[int], caches: Sequence[ChunkCache],
     ) -> Copies:  # fmt: skip
-        """What is copied among the rows given; `parts`: with all wanted rows."""
+        """What is copied from caches into `given`; `parts`: with all wanted rows."""
         found: Copies = {cache.tier.name: [] for cache in caches}
         for one in self.mine:
             part, cache = parts[one.part], caches[one.level]
@@ -82,11 +82,11 @@ class Direct:
         return self.given[i][: len(self.given[i]) // self.n_places * self.n_rows]
 
     def lie(self, rows: Sequence[Positions | None]) -> None:
-        """By plane, where in its dest each row of home will lie."""
+        """Note, by plane, where in its dest each row of home will lie."""
         self._lie = rows
 
     def put(self, i: int, dest: Bytes, first: int, end: int) -> None:
-        """Bytes [first, end) of dest, rows of plane number i with their neighbours, to their
+        """Put bytes [first, end) of dest, rows of plane number i with their neighbours, in their
         places."""
         size = len(self.given[i]) // self.n_places
         to = self._places(i, len(dest) // size)[first // size : end // size]
@@ -94,8 +94,8 @@ class Direct:
         scatter_rows(dest[first:end], rows, size, self.given[i], to)
 
     def _places(self, i: int, n_rows: int) -> Positions:
-        """[n_rows]: where each row of a plane's dest goes, -1: nowhere. Found by whoever needs it
-        first; where two do, they find the same."""
+        """[n_rows]: where each row of a plane's dest goes, -1: nowhere. Found by the first thread
+        that needs it; where two do, they find the same."""
         rows = self._lie[i]
         assert rows is not None, "what goes directly is rows"
         found = self._to.get(id(rows))
@@ -110,12 +110,12 @@ def direct_of(
     parts: Sequence[Part], entries: Sequence[Sequence[Ids]], shapes: Sequence[PlaneLayout], *,
     chosen: bool, into_place: bool,
 ) -> Direct | Whole | None:  # fmt: skip
-    """Wanted rows by who has them, where that is best; None: all go one way. Pure.
+    """Wanted rows divided by who has them, where that is best; None: all go one way. Pure.
 
-    Dense rows; but not `chosen` ones that share pieces with rows nobody wants, where memory has
-    some: to put these in order from a buffer is quicker. `into_place`: there is memory for all of
-    them. Else they have some from the start, beside what is read of home: where all rows are
-    wanted, of many layers at once, only where memory has some of them.
+    Only dense rows; but not `chosen` ones that share pieces with unwanted rows, where memory has
+    some: putting these in order from a buffer is quicker. `into_place`: the caller gave memory for
+    all of them. Otherwise they take some from the start, beside the buffers of what is read from
+    home: where all rows are wanted, of many layers at once, only where memory has some of them.
     """
     if not all(shape.dense for shape in shapes):
         return None
@@ -144,7 +144,7 @@ def _cached(entries: Sequence[Sequence[Ids]]) -> bool:
 def divided(
     parts: Sequence[Part], entries: Sequence[Sequence[Ids]], *, spare: bool
 ) -> Direct:  # fmt: skip
-    """Wanted rows by who has them. `entries[cache][part]`: of its chunks, -1 where it has none.
+    """Wanted rows divided by who has them. `entries[cache][part]`: by chunk, -1 where it has none.
 
     Pure.
     """
@@ -158,13 +158,13 @@ def divided(
         of_part = [by_part[i] for by_part in entries]
         levels = levels_of(of_part) if entries else np.empty(0, dtype=np.uint8)
         n_of_level = [*map(levels.tobytes().count, range(len(entries) + 1))]
-        if n_of_level[-1] == len(levels):  # of a cold one, all
+        if n_of_level[-1] == len(levels):  # a cold part: all are home's
             left.append(part)
             home.append(np.arange(begin, begin + n))
             begin += n
             continue
         window = part.source.held.record.window
-        of_row = levels.repeat(window).take(part.ordinals)  # by bytes: cheaper than to divide
+        of_row = levels.repeat(window).take(part.ordinals)  # of bytes: cheaper than dividing
         for level, n_chunks in enumerate(n_of_level):
             at = (of_row == level).nonzero()[0] if n_chunks else _NONE
             ordinals = part.ordinals.take(at)
@@ -183,7 +183,7 @@ def divided(
 
 def pieces_with(rows: Mine, n_chunks: int, shape: PlaneLayout) -> tuple[Positions, Positions]:
     """The pieces that hold these rows of a part of n_chunks, and where they go among those given:
-    [pieces], or where a piece has several [pieces, rows of a piece], -1 for those not wanted. Pure.
+    [pieces], or [pieces, rows of a piece] where a piece has several, -1 for those not wanted. Pure.
     """
     if shape.piece_rows == 1:
         return rows.ordinals, rows.to

@@ -5,7 +5,7 @@ layer l + 1: select ─take→ no more are begun; what is there is copied, the r
 
 Only what would come from home is read ahead: a copy from a fast tier costs no more later. One layer
 ahead, no more. A read that fails or hangs is as if it had not been made: nobody waits for it, and
-what the disk says of its bytes is found out, if they are wanted, by reading them again.
+if its bytes are wanted they are read again, which finds out what the disk says of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tiers.ticket import Ticket
 
 log = logging.getLogger("impress")
 
-#: One thread's share: small, so that a demand soon has its thread, and little is lost when the
+#: One thread's share: small, so that a demand read soon has its thread, and little is lost when the
 #: selection comes while it is under way.
 SLICE: Final = 256 << 10
 
@@ -55,7 +55,7 @@ class Early:
                 self._rent(g.n_pieces * shape.piece_bytes)
                 for g, shape in zip(gathers, self._shapes, strict=True)
             ]
-        except BaseException:  # no memory for the second: nobody knows of the first
+        except BaseException:  # no memory for the second buffer: nobody else knows of the first
             self._give_back()
             raise
         self._runs = [g.runs for g in gathers]
@@ -84,7 +84,7 @@ class Early:
         return places
 
     def start(self) -> None:
-        """Begin to read. Once."""
+        """Begin to read. Call it once."""
         tasks = [
             partial(self._read, i, first, some)
             for i in range(len(self._planes))
@@ -96,7 +96,7 @@ class Early:
         self._ticket = ticket
 
     def _slices(self, i: int) -> list[tuple[int, list[Read]]]:
-        """One plane's reads by thread, and the piece of dest each slice begins at: in its order."""
+        """One plane's reads in slices, in the order of dest, and the piece each slice begins at."""
         reads = [
             read
             for part, runs in zip(self._parts, self._runs[i], strict=True)
@@ -119,7 +119,7 @@ class Early:
     # ---- taking it -------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Begin no more reads: from now on others may be in need of the medium."""
+        """Begin no more reads: from now on others may need the medium."""
         if self._ticket is not None:
             self._ticket.cancel()
 
@@ -156,7 +156,7 @@ class Early:
         return True
 
     def release(self) -> None:
-        """Give the buffers back, when the last read under way has ended. Once."""
+        """Give the buffers back when the last read under way has ended. Call it once."""
         self.stop()
         if self._ticket is None:
             self._give_back()
@@ -164,7 +164,7 @@ class Early:
             self._ticket.then(self._give_back)
 
     def _give_back(self) -> None:
-        release_all(self.buffers)  # who took some has references of its own
+        release_all(self.buffers)  # a load that took some has references of its own
 
 
 class Foresight:
@@ -182,8 +182,8 @@ class Foresight:
     ) -> None:
         """Choose what to read of a layer when the one before it chose these rows; None: all.
 
-        `is_known`: it will choose the same, and no others are read.
-        What was read ahead before is let go of: whoever takes it holds its buffers.
+        `is_known`: it will choose the same rows, and no others are read.
+        What was read ahead before is let go of: a load that took some holds its buffers itself.
         """
         self.close()
         if not self._cap_bytes or layer >= self._reading.geometry.n_layers:
@@ -197,7 +197,7 @@ class Foresight:
             log.exception("reading ahead failed")
 
     def start(self) -> None:
-        """Begin to read what was planned: the layer before it is in."""
+        """Begin to read what was planned, now that the layer before it is in."""
         try:
             if self._now is not None:
                 self._now.start()

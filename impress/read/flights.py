@@ -1,9 +1,9 @@
-"""Single flight: a second request for bytes that are on their way from home takes them from there.
+"""Single flight: a second request for bytes on their way from home copies them from the first one.
 
 The follower gets bytes of its own: copied when the first one's reads have ended, and verified as
 any read is. What does not match (the first one gave up, failed, or its owner wrote to its memory)
 is read from home after all, and so is what its owner has taken back. So nobody shares memory with a
-stranger, and nothing is believed.
+stranger, and nothing is taken on trust.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Flight:
         self.dests = dests
         self.ended = ended
         self._lock = threading.Lock()
-        self._n_users = 1  # its owner, and who copies right now
+        self._n_users = 1  # its owner, and those who copy right now
         self._is_over = False
         self._left = Ticket(1)
 
     @contextmanager
     def looked_at(self) -> Iterator[bool]:
-        """Whether its bytes may be looked at; they may then until the block ends."""
+        """Whether its bytes may be looked at; if so, they may until the block ends."""
         with self._lock:
             may = not self._is_over
             self._n_users += may
@@ -46,7 +46,7 @@ class Flight:
 
     def over(self) -> Ticket:
         """Its owner takes the memory back: nobody begins to look at it any more. Done when those
-        who do have ended; they copy, and wait for no medium. Idempotent, also cut off."""
+        looking at it have ended; they copy, and wait for no medium. Idempotent, even if cut off."""
         with self._lock:
             mine, self._is_over = not self._is_over, True
             self._n_users -= mine
@@ -69,7 +69,7 @@ class Flight:
 
 
 class Flights:
-    """What is on its way, by what it is. Thread-safe."""
+    """Flights under way, by key. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,14 +80,14 @@ class Flights:
             return self._going.get(key)
 
     def begin(self, key: Hashable, flight: Flight) -> None:
-        """Others may follow it until it has ended, or `end`."""
+        """Others may follow it until it has ended, or until `end` is called."""
         with self._lock:
             self._going[key] = flight
         flight.ended.then(lambda: self.end(key, flight))
 
     def end(self, key: Hashable, flight: Flight) -> None:
-        """Nobody begins to follow it any more: it has ended, or its owner gave it up, perhaps as
-        its reads hang. Who follows it waits on."""
+        """Nobody begins to follow it any more: it has ended, or its owner gave it up, perhaps
+        because its reads hang. Those who follow it already wait on for it."""
         with self._lock:
             if self._going.get(key) is flight:
                 del self._going[key]
@@ -99,8 +99,8 @@ def key_of(
 ) -> Hashable:  # fmt: skip
     """What a whole load brings from home. Equal keys: equal bytes at equal places.
 
-    `entries[cache][part]`: of its chunks. `direct`: rows, of those that home gives alone. Which
-    bytes these are depends on the windows held, too, where chunks hold rows of others.
+    `entries[cache][part]`: for each of its chunks. `direct`: rows, only of those that home gives.
+    Which bytes these are also depends on the windows held, where chunks hold rows of others.
     """
     spans = tuple((part.span, part.first, part.count) for part in parts)
     cached = tuple(by_part.tobytes() for by_cache in entries for by_part in by_cache)
@@ -112,10 +112,10 @@ def take(
     home: Home, reads: Sequence[Read], whole: Sequence[Bytes], flight: Flight,
     then: Callable[[int], None] | None = None,
 ) -> int:  # fmt: skip
-    """Fill reads, whose dests are parts of `whole`, from the flight's; the bytes that came so.
+    """Fill reads, whose dests are parts of `whole`, from the flight's; returns the bytes so copied.
 
-    What it cannot give is read from home. `then`: as home's, told at last. Raises ReadFailed,
-    MediumError as home does.
+    What it cannot give is read from home. `then`: as home's, called once, at the end. Raises
+    ReadFailed, MediumError as home does.
     """
     with flight.looked_at() as there:
         left = [read for read in reads if not (there and _copied(read, whole, flight))]
@@ -141,7 +141,7 @@ def _copied(read: Read, whole: Sequence[Bytes], flight: Flight) -> bool:
 
 
 def _same_place(part: Bytes, whole: Sequence[Bytes], others: Sequence[Bytes]) -> Bytes:
-    """The part of one of `others` that lies where `part` lies in that of `whole`."""
+    """The part of one of `others` that lies where `part` lies in its counterpart in `whole`."""
     at = address_of(part)
     for mine, other in zip(whole, others, strict=True):
         off = at - address_of(mine)

@@ -1,4 +1,4 @@
-"""The importance that was given with a prefix as it was stored, out of its spans' headers."""
+"""The importance that was given with a prefix when it was stored, read from its spans' headers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Importance:
-    """Of one session, read when it is first asked for. Raises MediumError, which `retrieve` takes
-    for a loss."""
+    """One session's importance, read when it is first asked for. Raises MediumError, which
+    `retrieve` treats as a loss."""
 
     def __init__(
         self, reading: Reading, sources: Sequence[Source], lane: Lane, policy: str
@@ -36,11 +36,11 @@ class Importance:
         self._found: npt.NDArray[np.float32] | None = None
 
     def is_whole(self) -> bool:
-        """Whether every row was given some."""
+        """Whether every row was given importance."""
         return not np.isnan(self._all()).any()
 
     def of(self, layer: int) -> npt.NDArray[np.float32]:
-        """[n_tokens] of a layer. ImpressError where some rows have none."""
+        """[n_tokens]: that of a layer. Raises ImpressError where some rows have none."""
         scores: npt.NDArray[np.float32] = self._all()[layer]
         if np.isnan(scores).any():
             raise ImpressError(f"{self._policy}: this prefix was stored without importance")

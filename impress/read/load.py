@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from impress.read.outs import Tensors
 
-#: Among a load's tickets: copies of what was read ahead, and what puts V's rows in order.
+#: Names among a load's tickets: copies of what was read ahead, and what puts V's rows in order.
 _AHEAD, _ORDER = "ahead", "order"
-#: Slices of a copy for each thread that copies: of one that is held up the rest take the second.
+#: Slices of a copy per thread that copies: if one thread is held up, the others take its second.
 _COPIES: Final = 2
 
 
@@ -64,12 +64,12 @@ class Load:
         ahead: Early | None = None,
         lane: Lane = Lane.DEMAND,
     ) -> None:
-        """`note`: of it, before it takes anything. `sources`: of probe records in position order.
-        Under another lane than DEMAND it is no request's read, and not counted as one."""
+        """`note`: called with it before it takes anything. `sources`: for probe records in position
+        order. Under a lane other than DEMAND it is not a request's read, and not counted as one."""
         self.layer, self._lane = layer, lane
         self.planes = tuple(planes)
         self.positions = positions  # None: every row
-        # The caller's: read there where it can be; what is given once it is under way is copied to.
+        # The caller's memory: read into where possible; copied to where given once under way.
         self.into = self.outs = outs
         self.started_s = monotonic()
         self.reading = reading
@@ -79,15 +79,15 @@ class Load:
         self._bad_span: dict[str, int] = {}  # medium -> span that is bad there
         self.buffers: list[Buffer] = []  # rented, or held until the reads have ended
         self.map_spent = Spent()  # finding where the rows lie
-        self.found_spent: list[Spent] = []  # the same by those who copy, a slice each
+        self.found_spent: list[Spent] = []  # the same, by the threads that copy: one per slice
         with self.map_spent:
             self.parts = parts_of(sources, layer, positions)
         self.entries: list[list[Ids]] = []  # by cache, of each part's chunks
-        self._pinned: list[list[Ids]] = [[] for _ in caches]  # the same, -1 once they are not
+        self._pinned: list[list[Ids]] = [[] for _ in caches]  # the same, -1 once unpinned
         self.is_over = False
         self.flight: Flight | None = None  # others may copy what it brings
         self._followed: Flight | None = None  # whose bytes it copies
-        self.shared: list[int] = []  # bytes it got so, a task each; no read of its own
+        self.shared: list[int] = []  # bytes it copied from there, one per task; not read itself
         self._direct: Direct | Whole | None = None  # what comes from memory
         self.tickets: dict[str, Ticket] = {}  # by medium
         note(self)
@@ -95,7 +95,7 @@ class Load:
             for part in self.parts if caches else ():
                 used = None if part.is_whole else used_chunks(part)
                 if lane is not Lane.DEMAND:
-                    used = used_chunks(part) & False  # no request's use of them
+                    used = used_chunks(part) & False  # not a request's use of them
                 for cache, noted in zip(caches, self._pinned, strict=True):
                     cache.pin(part.span, layer, part.first, part.count, used, noted)
             self._begin()
@@ -136,7 +136,7 @@ class Load:
         self.rows_by_tier: dict[str, int] = {}  # once `wait` returned
 
     def _divided(self) -> Direct | Whole | None:
-        """Rows that lie scattered by who has them; None: all go one way."""
+        """Scattered rows, divided by who has them; None: all go one way."""
         outs = None if self.outs is None else self.outs.memory
         if self._ahead is not None or (outs is not None and any(out is None for out in outs)):
             return None
@@ -156,7 +156,7 @@ class Load:
         return plan
 
     def _rows_given(self, i: int, n_rows: int) -> Bytes:
-        """Where n_rows of a plane go one behind the other: the caller's, or theirs who look."""
+        """Where n_rows of a plane go, one after the other: the caller's memory, or some lent."""
         dense = None if self.outs is None else self.outs.memory[i]
         if dense is None:
             return self.reading.rent(n_rows * self.shapes[i].row_bytes).lent()
@@ -192,7 +192,7 @@ class Load:
         ]
         followed = self._followed
         self._queue("ssd", tasks, None if followed is None else followed.ended)
-        alone = self._lane is not Lane.DEMAND or self._ahead is not None  # not for others
+        alone = self._lane is not Lane.DEMAND or self._ahead is not None  # others do not follow it
         if self._key is not None and followed is None and not alone:
             self.flight = Flight(self._dests, self.tickets["ssd"])
             self.reading.flights.begin(self._key, self.flight)
@@ -212,7 +212,7 @@ class Load:
         return slice_bytes(n_bytes, n_threads, turns=turns, few=few)
 
     def _shared_key(self) -> Hashable | None:
-        """What the same planes of the same windows go by; None where rows were chosen."""
+        """Key of reads of the same planes of the same windows; None where rows were chosen."""
         if self.positions is not None:
             return None
         where = self.layer, self.planes, self.parts, self.entries
@@ -239,7 +239,7 @@ class Load:
             raise
 
     def _take(self, ahead: Early, runs: Sequence[Sequence[Runs]]) -> None:
-        """Queue copies of what was read ahead, behind the reads: by then more of it is there."""
+        """Queue, after the reads, copies of what was read ahead: by then more of it is there."""
         self._takes = takes = Takes(ahead, self.planes, self.shapes, self._dests)
         for buffer in takes.ahead.buffers:
             buffer.retain()
@@ -250,8 +250,8 @@ class Load:
     # ---- taking it -------------------------------------------------------------------------
 
     def wait(self, since_s: float = 0.0) -> None:
-        """Return when every read is in. Raises PrefixLost; the load has been abandoned then, and
-        whatever else is raised.
+        """Return when every read is in. Raises PrefixLost; then, and whatever else is raised, the
+        load has been abandoned.
 
         `since_s`: when its turn came, if that was after its start: the time limit begins there.
         """
@@ -264,14 +264,14 @@ class Load:
     def _wait(self, begin_s: float) -> None:
         lost = self._failure(begin_s)
         if lost is not None:
-            # What is read behind requests has no right to be in time, and costs none of them.
+            # What is read behind requests need not be in time, and costs no request anything.
             if self._lane is Lane.DEMAND or lost.reason not in HARMLESS:
                 self.reading.counters.add(f"lost/{lost.reason}")
             raise lost
         self._unpin()
         if self._takes is not None:
             self.bytes_by_tier["ssd"] += self._takes.reread_bytes
-        # Not earlier: the threads that are to read wait for the interpreter.
+        # Not earlier: it would keep the threads that are to read waiting for the interpreter.
         self.rows_by_tier = rows_by_tier(self.parts, self.entries, self.caches)
         if self._lane is not Lane.DEMAND:
             return
@@ -282,7 +282,7 @@ class Load:
             self.reading.counters.add(f"read_bytes/{tier}", n)
 
     def _ready_s(self) -> float:
-        """When the last read was in: whoever takes the layer may come much later."""
+        """When the last read was in: the layer may be taken much later."""
         ends = (ticket.ended_s for ticket in self.tickets.values())
         return min(max(ends, default=self.started_s), monotonic())
 
@@ -307,11 +307,11 @@ class Load:
 
     @property
     def ahead_hit_rows(self) -> int:
-        """Wanted rows of which nothing had to be read any more; once `wait` returned."""
+        """Wanted rows of which nothing was left to read; once `wait` returned."""
         return 0 if self._takes is None else self._takes.hit_rows(self._rows)
 
     def brought(self) -> Brought:
-        """For whoever learns from it, or copies it up; once `wait` returned."""
+        """What it brought, to learn from or to copy up; once `wait` returned."""
         return Brought(
             self.layer, self.planes, self.parts, self.caches, self.entries, self.shapes, self.runs,
             self.rows_by_tier,
@@ -324,8 +324,8 @@ class Load:
     def tensors(self) -> Tensors:
         """K and V as [n_kv_heads, m, head_dim], in `outs` where they were given.
 
-        Where many rows are put in order, V's by another thread; but not in a caller's memory, which
-        may have been given too late for a session to know who writes to it.
+        Where many rows are put in order, another thread does V's; but not in a caller's memory,
+        which may have been given too late for a session to know who writes to it.
         """
         assert self.planes == (K, V)
         beside: list[Bytes] = []
@@ -335,12 +335,12 @@ class Load:
             self._queue(_ORDER, [lambda: beside.append(self._ordered(1))])
         k = self._tensor(self._ordered(0), 0)
         if _ORDER in self.tickets:
-            self.reading.pool.run_here(self._lane, [self.tickets[_ORDER]])  # if all are at work
+            self.reading.pool.run_here(self._lane, [self.tickets[_ORDER]])  # if all are busy
             self.tickets[_ORDER].wait(-1)
         return k, self._tensor(beside[0] if beside else self._ordered(1), 1)
 
     def tensor(self, at: Positions | None = None) -> torch.Tensor:
-        """The only plane, K or V, as [n_kv_heads, m, head_dim]; `at`: some rows of what it has."""
+        """The only plane, K or V, as [n_kv_heads, m, head_dim]; `at`: only these of its rows."""
         assert len(self.planes) == 1
         return self._tensor(self._ordered(0, at), 0)
 
@@ -389,11 +389,11 @@ class Load:
                 cache.unpin(ids)
 
     def give_back(self) -> None:
-        """Nobody looks at the pieces, and at tensors of all rows, any more."""
+        """Nobody looks at the pieces, or at tensors of all rows, any more."""
         if self.is_over:
             return
-        self._followed = None  # what waits to climb has the load, and is to keep nobody's rows
+        self._followed = None  # what waits to climb holds the load, which must keep no other's rows
         if self._direct is not None:
             self._direct.given.clear()
-        release_all(self.buffers)  # another thread may be at it, whose last read has ended
-        self.is_over = True  # at last: what Ctrl-C cut off is done again
+        release_all(self.buffers)  # the thread that ended the last read may be at it, too
+        self.is_over = True  # last, so that what Ctrl-C cut off is done again

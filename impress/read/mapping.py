@@ -1,4 +1,4 @@
-"""Which way the wanted rows of a layer are found: by chunks, by rows, or all as they lie."""
+"""How the wanted rows of a layer are found: by chunks, by rows, or all as they lie."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def gathers_of(
     parts: Sequence[Part], planes: Sequence[int], shapes: Sequence[PlaneLayout], gap_bytes: int, *,
     chosen: bool, direct: Direct | Whole | None, ahead: Early | None,
 ) -> list[Gather]:  # fmt: skip
-    """Where the wanted rows of these parts lie, by plane; of `direct`, those that home gives.
+    """Where the wanted rows of these parts lie, by plane; with `direct`, only those home gives.
 
-    `chosen`: not all rows are wanted. `ahead`: what was read of them already. Pure.
+    `chosen`: not all rows are wanted. `ahead`: what was read of them ahead. Pure.
     """
     one = gather if chosen or direct is not None else gather_whole
     if direct is not None:

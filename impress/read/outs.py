@@ -1,4 +1,4 @@
-"""What a caller gives to be read into: whether it fits, lies apart, and has its rows."""
+"""Tensors that a caller gives to be read into: that they fit, lie apart, and get their rows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SHARED: Final = "two tensors of outs share memory: K and V of each layer want t
 
 
 class Outs:
-    """One layer's tensors of a caller's. `memory`: of each, where rows as they lie in a tier fill
-    it; else None."""
+    """A caller's tensors for one layer. `memory`: for each, its bytes where rows as they lie in a
+    tier fill it; else None."""
 
     __slots__ = ("_places", "_tensors", "memory")
 
@@ -38,13 +38,13 @@ class Outs:
 
     @property
     def places(self) -> list[npt.NDArray[Any]]:
-        """Where each lies: of some bytes, to be compared and not to be looked at."""
+        """Where each lies: as arrays to compare by place, whose values are not to be looked at."""
         self._places = self._places or [_place(out) for out in self._tensors]
         return self._places
 
     def spoils(self, other: Outs, *, own: bool) -> bool:
-        """Whether what is written here would fall into where `other` is read straight to. `own`: of
-        the same layer, of which keys may go where keys are."""
+        """Whether writing here would overwrite what `other` is read straight into. `own`: it is the
+        same layer's, whose keys may go where its keys are."""
         return any(
             memory is not None and np.shares_memory(mine, theirs)
             for i, mine in enumerate(self.places)
@@ -59,7 +59,7 @@ class Outs:
         if is_there and memory is not None:
             return out
         rows = as_rows()
-        if is_there:  # by another view of it, of another order
+        if is_there:  # through another view of it, in another order
             rows = rows.clone()
         return out.copy_(rows)
 
@@ -115,8 +115,8 @@ def _place(out: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def check_beside(given: Mapping[int, Outs], into: Mapping[int, Outs]) -> None:
-    """That no layer's pair lies where a layer is on its way to, but for its own pair, again. Raises
-    BadInput.
+    """Check that no pair lies where a layer is being read to, except its own layer's, given again.
+    Raises BadInput.
 
     Bytes that were read there, and verified, would be overwritten before anybody looks at them.
     """
@@ -130,9 +130,9 @@ def check_beside(given: Mapping[int, Outs], into: Mapping[int, Outs]) -> None:
 
 
 def _check_apart(outs: Sequence[Outs]) -> None:
-    """That no two of those that are read straight into share memory. Raises BadInput.
+    """Check that no two of those that are read straight into share memory. Raises BadInput.
 
-    A layer that is there would be overwritten by one that comes later, and be valid rows of that.
+    A layer that is there would be overwritten by a later one, and hold valid rows of that one.
     """
     dense = (memory for pair in outs for memory in pair.memory if memory is not None)
     places = sorted((address_of(memory), len(memory)) for memory in dense)

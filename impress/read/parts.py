@@ -24,7 +24,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A held run of windows with what reading it takes. `at`: its first window on the lease."""
+    """A held run of windows with what it takes to read it. `at`: its first window on the lease."""
 
     held: Held
     layout: SpanLayout
@@ -45,7 +45,7 @@ class Source:
         return self.held.count
 
     def sums_of(self, layer: int, plane: int, chunks: Positions) -> Sums:
-        """[chunks, pieces]: of chunks of the span."""
+        """[chunks, pieces]: the sums of these chunks of the span."""
         n, at = self.layout.planes[plane].pieces, self.layout.sums_at(layer, plane, 0)
         return self.sums[at : at + n * self.layout.n_windows].reshape(-1, n)[chunks]
 
@@ -57,7 +57,7 @@ class Source:
 def sources_of(
     held: Sequence[Held], tables: Mapping[int, Tables | ReadFailed], geometry: Geometry
 ) -> tuple[list[Source], ReadFailed | None]:
-    """Of the runs before the first whose tables cannot be had, and why they cannot. Pure."""
+    """Sources of the runs before the first whose tables cannot be had, and why not. Pure."""
     sources: list[Source] = []
     at = 0
     for h in held:
@@ -70,19 +70,19 @@ def sources_of(
 
 
 def source_of(held: Held, tables: Tables, geometry: Geometry, at: int) -> Source:
-    """What reading a held run takes. `at`: its first window on the lease. Pure."""
+    """A held run with what it takes to read it. `at`: its first window on the lease. Pure."""
     record = held.record
     layout = layout_of(geometry, record.window, record.n_windows, tables.probes)
     return Source(held, layout, Slot(record.parts), tables.sums, tables.probes, at, tables.order)
 
 
 def as_they_lie(sources: Sequence[Source]) -> tuple[Source, ...]:
-    """For whoever needs no order of rows, or makes it: see `rows_of`. Pure."""
+    """For callers that need no order of rows, or make one themselves: see `rows_of`. Pure."""
     return tuple(replace(source, in_order=False) for source in sources)
 
 
 def in_position_order(sources: Sequence[Source]) -> list[Source]:
-    """As planes lie that packing does not reorder: probe records. Pure."""
+    """Sources for planes whose rows packing does not reorder: probe records. Pure."""
     return [replace(source, order=None) for source in sources]
 
 
@@ -90,8 +90,8 @@ def in_position_order(sources: Sequence[Source]) -> list[Source]:
 class Part:
     """What one layer's read looks at of a source: chunks [first, first + count) of its span.
 
-    Those among which the wanted rows lie: of a packed span not the windows held. Nobody writes to
-    it: frozen it took 2 us more to make, and each layer makes some.
+    Those among which the wanted rows lie: in a packed span these are not the windows held. Nobody
+    writes to it, but frozen it took 2 us more to make, and each layer makes some.
     """
 
     source: Source
@@ -99,23 +99,24 @@ class Part:
     count: int
     to: int  # where its first chunk goes in a dest that takes them all
     _ordinals: Positions | None
-    layer: int = 0  # of a packed span
+    layer: int = 0  # for a packed span
     is_packed: bool = False  # all rows of its chunks are wanted, and do not lie in order
 
     @property
     def ordinals(self) -> Positions | None:
-        """Of wanted rows, by position, from `first`; None: all, as they lie.
+        """Ordinals of the wanted rows, by position, from `first`; None: all, as they lie.
 
-        Of all rows of a packed span found when first asked for: who asks for all layers need not.
+        Those of all rows of a packed span are found when first asked for: the thread that asks for
+        all layers need not find them.
         """
         if self._ordinals is None and self.is_packed:
             held, order = self.source.held, self.source.order
             window = held.record.window
             assert order is not None, "only rows with an order are packed"
-            # Those held: of a span held by part they fill as many chunks, but others.
+            # Those held: where a span is held in part they fill as many chunks, but other ones.
             found = order.run(self.layer, held.first * window, held.count * window)
             found -= self.first * window
-            self._ordinals = found  # at last: another thread may be at it
+            self._ordinals = found  # last: another thread may be doing the same
         return self._ordinals
 
     @property
@@ -170,7 +171,7 @@ def parts_of(sources: Sequence[Source], layer: int, positions: Positions | None)
 
 
 def _all_of(source: Source, layer: int, to: int) -> Part:
-    """All rows held; of a packed span those of as many chunks, or they lie among others'."""
+    """All rows held; in a packed span those fill as many chunks, or lie among others' rows."""
     held, window = source.held, source.held.record.window
     if source.order is None:
         return Part(source, held.first, held.count, to, None)
@@ -186,9 +187,9 @@ def _all_of(source: Source, layer: int, to: int) -> Part:
 
 
 def rows_of(parts: Sequence[Part]) -> Positions | None:
-    """Of all rows of these parts, as they come: which of the lease each is; None: in order. Pure.
+    """Which row of the lease each row of these parts is, as they come; None: in order. Pure.
 
-    Where of a span a part is held, its rows among others', all come in order.
+    Where a span is held in part, and its rows lie among others', all come in order.
     """
     if not any(part.as_it_lies for part in parts):
         return None
@@ -206,7 +207,7 @@ def _rows(part: Part) -> Positions:
 
 
 def _chunks_of(source: Source, ordinals: Positions) -> tuple[int, int]:
-    """The chunks (first, count) among which these rows lie; all of a packed span held whole."""
+    """The chunks (first, count) among which these rows lie; all if a packed span is held whole."""
     held, window = source.held, source.held.record.window
     if not len(ordinals):
         return held.first, 0
@@ -231,7 +232,7 @@ def used_chunks(part: Part) -> Mask:
 
 
 def behind(sources: Sequence[Source], n_windows: int) -> tuple[Source, ...]:
-    """What is held behind the first n_windows of a lease, as a lease of its own. Pure."""
+    """What is held after the first n_windows of a lease, as a lease of its own. Pure."""
     left = []
     for source in sources:
         skipped = min(max(n_windows - source.at, 0), source.count)
@@ -243,8 +244,8 @@ def behind(sources: Sequence[Source], n_windows: int) -> tuple[Source, ...]:
 
 
 def chunks_here(source: Source, copies: Copies) -> int:
-    """Chunks of its windows that a cache has a copy of. Of a packed span that is held in part the
-    rows lie in all of its chunks: as many as their share of these."""
+    """Chunks of its windows that a cache has a copy of. Where a packed span is held in part, its
+    rows lie in all of the span's chunks: then it is their share of the copies of these."""
     held, record = source.held, source.held.record
     if source.order is None or held.count == record.n_windows:
         return copies.held_of(record.span_id, held.first, held.count)

@@ -21,7 +21,7 @@ from impress.spans.layout import PlaneLayout
 class Brought:
     """What a load brought, without the bytes: from where, and where they lay in its memory.
 
-    `entries[cache][part]`: of its chunks; `runs[plane][part]`: of pieces read.
+    `entries[cache][part]`: for each of its chunks; `runs[plane][part]`: of pieces read.
     """
 
     layer: int
@@ -37,7 +37,7 @@ class Brought:
 class Placed(NamedTuple):
     """One span: its windows, chunks in each fast tier, mean score of its chunks, and mean share.
 
-    Score and share (of important rows): None where no request has shown any.
+    Score and share (of important rows) are None where no request has shown any.
     """
 
     span: int

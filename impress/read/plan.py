@@ -33,7 +33,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, wanted: Mask, moves: Positions | int) -> Runs:
-        """Each run of True in `wanted`; a piece goes `moves` ([pieces], or alike) further on."""
+        """Each run of True in `wanted`; a piece goes `moves` ([pieces], or one) further on."""
         edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False))
         firsts, ends = edges[::2], edges[1::2]
         by = moves if isinstance(moves, int) else moves[firsts]
@@ -66,7 +66,7 @@ class ReadPlan:
 
 
 def whole(parts: Sequence[Part], plane: int) -> list[Runs]:
-    """Runs of the chunks that hold wanted rows, in lease order: for most parts one, of all."""
+    """Runs of the chunks that hold wanted rows, in lease order: for most parts one run, of all."""
     n = parts[0].source.layout.planes[plane].pieces
     return [_whole(part, n) for part in parts]
 
@@ -79,7 +79,7 @@ def _whole(part: Part, n: int) -> Runs:
 
 @lru_cache(256)  # every layer of a prefix asks for the same
 def _all(count: int, to: int) -> Runs:
-    """One run of so many pieces; nobody writes to it."""
+    """One run of `count` pieces; nobody writes to it."""
     return Runs(*np.array([[0], [count], [to]]))
 
 
@@ -114,8 +114,8 @@ def gather(
 ) -> Gather:
     """Runs of pieces that hold the wanted rows of these parts, in the order they lie in.
 
-    Pieces closer than gap_bytes are read through: a request saved is worth that many bytes.
-    `ahead`: for each part, the pieces of its chunks that were read ahead. They are taken, but for
+    Gaps of at most gap_bytes are read through: a request saved is worth that many bytes.
+    `ahead`: for each part, the pieces of its chunks that were read ahead. They are taken, except
     those in a gap that is read through.
     """
     shape = parts[0].source.layout.planes[plane]
@@ -156,7 +156,7 @@ def _some(part: Part) -> Positions:
 
 
 def _moves(runs: Runs, n: int, bits: int) -> Positions:
-    """[n]: how far on each piece goes, of those in `runs`, in its 1 << bits rows; of others
+    """[n]: how far on each piece in `runs` goes, in rows (1 << bits to a piece); for other pieces
     anything."""
     if not len(runs.firsts):
         return np.zeros(n, dtype=np.int64)
@@ -194,7 +194,7 @@ def gather_chunks(
     chunks: Sequence[Positions], parts: Sequence[Part], plane: int, _gap_bytes: int = 0,
     _ahead: Sequence[Mask] | None = None,
 ) -> Gather:  # fmt: skip
-    """Some chunks of each part, whole, one behind the other: their rows as they lie. Pure."""
+    """Some chunks of each part, whole, one after the other: their rows as they lie. Pure."""
     n = parts[0].source.layout.planes[plane].pieces
     runs: list[Runs] = []
     to = 0
@@ -216,10 +216,10 @@ def _divided(wanted: Mask, ahead: Mask, gap: int) -> tuple[Mask, Mask]:
 
 
 def _merged(pieces: Positions, gap: int, to: int) -> Runs:
-    """Ascending pieces as runs that go one behind the other, from `to` on."""
+    """Ascending pieces as runs that go one after the other, from `to` on."""
     if not len(pieces):
         return _NONE
-    begins = np.empty(len(pieces) + 1, dtype=bool)  # and, one behind, ends
+    begins = np.empty(len(pieces) + 1, dtype=bool)  # and, one further on, ends
     begins[0] = begins[-1] = True
     np.greater(pieces[1:] - pieces[:-1], gap + 1, out=begins[1:-1])
     firsts = pieces[begins[:-1]]
@@ -244,7 +244,7 @@ def plan_reads(
     """Reads of `runs[plane][part]` into `dests[plane]`.
 
     `cached[cache][part]` holds pinned entries, -1 where that cache has no copy; a window is in
-    at most one. Windows side by side at home become one read a plane; the medium merges further.
+    at most one. Windows side by side at home become one read per plane; the medium merges further.
     """
     plan = ReadPlan([], {cache.tier.name: [] for cache in caches})
     for i, part in enumerate(parts):
@@ -272,8 +272,8 @@ def plan_reads(
 def _apart(
     runs: Runs, n_chunks: int, n: int, cached: Sequence[Ids]
 ) -> tuple[Runs, list[tuple[Positions, Positions]], type[ChunksOf | PiecesOf]]:
-    """Runs of chunks of n pieces by who has them: home's, and for each cache what it has, and where
-    that goes: chunks or pieces."""
+    """Runs of chunks of n pieces divided by who has them: home's, and for each cache the chunks or
+    pieces that it has, and where they go."""
     if len(runs.firsts) == 1 and runs.counts[0] == n_chunks * n and runs.tos[0] % n == 0:  # all
         of_chunk, to = levels_of(cached), runs.tos[0]
         firsts, counts, _ = Runs.of(of_chunk == len(cached), 0)

@@ -1,4 +1,4 @@
-"""What follows a request, behind its back: history learns, and what was used climbs one tier.
+"""What follows a request, in the background: history learns, and what was used climbs one tier.
 
 layer read ─climb→ chunks that were read whole (climb.py)
 session closed ─count→ counters
@@ -36,11 +36,11 @@ from tiers.ticket import Task, Ticket
 
 log = logging.getLogger("impress")
 
-#: Bytes that one background read brings at most, unless a chunk is larger: a demand may be waiting
-#: for its thread.
+#: Bytes that one background read brings at most, unless a chunk is larger: a demand read may be
+#: waiting for its thread.
 MOST_FETCH: Final = 2 << 20
-#: Such reads that follow one request at most. What else it used climbs with its next use: for
-#: thousands of reads, nothing would be learnt from the requests right behind it.
+#: At most this many such reads follow one request. What else it used climbs with its next use: with
+#: thousands of reads, nothing would be learnt from the requests right after it.
 MOST_FETCHES: Final = MOST_PROMOTIONS // 2
 
 
@@ -48,8 +48,8 @@ MOST_FETCHES: Final = MOST_PROMOTIONS // 2
 class Looked:
     """One layer of one request: which rows of the lease it used, int64 ascending; None: all.
 
-    `decided`: an identifier chose them by the request's own query. `brought`: what was read, and
-    not the bytes: this waits until nothing else is to be done.
+    `decided`: an identifier chose them by the request's own query. `brought`: what was read,
+    without the bytes: this waits until nothing else is left to do.
     """
 
     positions: Ids | None
@@ -65,16 +65,16 @@ def hand_over(
     reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], all_rows: bool,
     copies: Sequence[Ticket],
 ) -> None:  # fmt: skip
-    """Count what a request used, and queue what is to be learnt from it behind its copies: they are
-    judged as if this use were noted, and it must not be yet. `all_rows`: as in `after`."""
-    count(reading, looked)  # here: what is learnt may be let go of
+    """Count what a request used, and queue what is to be learnt from it after its copies: these are
+    judged as if this use were noted, so it must not be yet. `all_rows`: as in `after`."""
+    count(reading, looked)  # here: what follows may be skipped
     tasks: list[Task] = [partial(after, reading, sources, looked, all_rows)]
     when_all(list(copies), partial(_queue, reading, tasks))
 
 
 def _queue(reading: Reading, tasks: list[Task]) -> None:
-    """Behind requests; where too much waits there already, what it showed is let go of. What is
-    queued is taken out of `tasks`: it is learnt once."""
+    """Queue them behind requests; where too much waits there already, they are skipped. What is
+    queued is taken out of `tasks`, so that it is learnt only once."""
     if not tasks:
         return
     if reading.crowded:
@@ -86,9 +86,9 @@ def _queue(reading: Reading, tasks: list[Task]) -> None:
 def after(
     reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], all_rows: bool
 ) -> None:
-    """Learn from a request, judge the copies by it, fetch what it used and had read in part.
+    """Learn from a request, judge the copies by it, fetch what it used but read only in part.
 
-    `all_rows`: it was to have all of them.
+    `all_rows`: it was to have all rows.
     """
     try:
         learn(reading, sources, looked, all_rows)
@@ -103,7 +103,7 @@ def after(
 
 
 def count(reading: Reading, looked: Sequence[Looked]) -> None:
-    """Where the rows were that a request wanted, and the chunks they lie in."""
+    """Count where the rows that a request wanted were, and the chunks they lie in."""
     found: dict[str, int] = {}
     for one in looked:
         brought = one.brought
@@ -126,8 +126,8 @@ def learn(
 
 
 def by_layer(looked: Sequence[Looked]) -> list[Looked]:
-    """One a layer: of those retrieved more than once, which a request uses once all the same, the
-    rows of every time. Pure."""
+    """One for each layer: a layer retrieved more than once counts as one use, of the rows of every
+    time. Pure."""
     found: dict[int, Looked] = {}
     for one in looked:
         before = found.get(one.layer)
@@ -136,7 +136,7 @@ def by_layer(looked: Sequence[Looked]) -> list[Looked]:
 
 
 def notes_of(sources: Sequence[Source], looked: Looked, every_layer: bool) -> Iterator[Note]:
-    """A layer's notes, one a span; `every_layer`: as in Note. Pure."""
+    """A layer's notes, one for each span; `every_layer`: as in Note. Pure."""
     for source in sources:
         held, window = source.held, source.held.record.window
         rows = _rows_of(source, looked.positions)
@@ -167,7 +167,7 @@ def fetch(
     if reading.crowded:
         reading.counters.add("promotions_skipped")
         return
-    wanted: list[list[_Wanted]] = [[] for _ in levels]  # by where they are to go
+    wanted: list[list[_Wanted]] = [[] for _ in levels]  # by the level they are to go to
     for one, by_source in zip(looked, worths, strict=True):
         for i, (source, worth) in enumerate(zip(sources, by_source, strict=True)):
             found = _wanted(source, one, i, worth, levels)
@@ -246,9 +246,9 @@ def _fetch(
     reading: Reading, some: _Wanted, chunks: Ids, ranks: Ranks, cache: ChunkCache,
     below: ChunkCache | None,
 ) -> None:  # fmt: skip
-    """Neighbouring chunks into `cache`, from the one below or from home.
+    """Copy neighbouring chunks into `cache`, from the one below or from home.
 
-    Nothing pins them at home by now: where the space has been given to others their sums do not
+    Nothing pins them at home any more: where their space has been given to others, the sums do not
     match, and they stay where they are.
     """
     source, layer = some.source, some.layer
@@ -325,7 +325,7 @@ def _joined(one: Looked, other: Looked) -> Looked:
 
 
 def _rows_of(source: Source, positions: Ids | None) -> Ids:
-    """Rows of the span, in position order, that stand at these positions of the lease."""
+    """Rows of the span, in position order, that are at these positions of the lease."""
     window, held = source.held.record.window, source.held
     if positions is None:
         return np.arange(held.first * window, (held.first + held.count) * window, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Rows of home, from the buffer they are read into to their places, while others are under way."""
+"""Puts rows of home from the buffer they are read into in their places, while others are read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tiers.base import Bytes, Read
 
 
 class Putting:
-    """What one thread has read and verified goes to its places; told how much that is by now."""
+    """Puts what one thread has read and verified in its places; called with how much that is."""
 
     def __init__(
         self, places: Direct | Whole, reads: Sequence[Read], dests: Sequence[Bytes]
     ) -> None:
-        """`reads`: plane by plane, each one's one behind the other in its dest."""
+        """`reads`: plane by plane, each plane's one after the other in its dest."""
         self._places = places
         self._dests = dests
         self._left: list[tuple[int, int, int]] = []  # (plane, its first byte left, its end)
@@ -36,7 +36,7 @@ class Putting:
             begin = end
 
     def __call__(self, n_bytes: int) -> None:
-        """So many bytes of the reads, in their order, are there."""
+        """The first n_bytes of the reads, in their order, are there."""
         room = n_bytes - self._n_put
         self._n_put = n_bytes
         while room:

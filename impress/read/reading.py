@@ -21,7 +21,7 @@ from tiers.iopool import IoPool, Lane
 from tiers.slots import Allowance, Buffer, BufferPool
 from tiers.ssd import SsdTier
 
-#: What follows requests is skipped while more than this is queued there: the cache may forget.
+#: What follows requests is skipped while more of it is queued than this: the cache may forget.
 MOST_PROMOTIONS: Final = 1024
 #: Bytes of read buffers that promotions may keep from being reused.
 MOST_WAITING: Final = 256 << 20
@@ -38,18 +38,18 @@ class Reading:
     pool: IoPool
     buffers: BufferPool
     counters: Counters
-    quarantine: Callable[[int], None]  # span at home is bad
+    quarantine: Callable[[int], None]  # told of a span that is bad at home
     history: History
-    save_history: Callable[[], None]  # asks the committer; nothing where none writes
+    save_history: Callable[[], None]  # asks the committer; does nothing where none writes
     params: Params  # of fitted probe codecs
-    kept: Callable[[int], bool] = lambda _span: True  # span at home is somebody's
+    kept: Callable[[int], bool] = lambda _span: True  # whether a span at home is somebody's
     flights: Flights = field(default_factory=Flights)
     #: Buffers that wait to be copied up: requests come first, and these would pile up behind them.
     waiting: Allowance = field(default_factory=lambda: Allowance(MOST_WAITING))
 
     @contextmanager
     def lost_for(self) -> Iterator[None]:
-        """What a medium, or memory, cannot give to this thread: PrefixLost, counted."""
+        """Raise PrefixLost, counted, for what a medium or memory cannot give to this thread."""
         try:
             yield
         except MediumError as err:
@@ -65,10 +65,10 @@ class Reading:
         return self.pool.depth()[Lane.PROMOTE] > MOST_PROMOTIONS
 
     def forget_gone(self, spans: Iterable[int]) -> None:
-        """After copies or notes of these: where a span has left home, none stay.
+        """Call after copies or notes of these are made: where a span has left home, none stay.
 
-        What follows a request comes after its lease. Who takes a span out forgets it then, so that
-        one of the two sees what the other did.
+        What follows a request comes after its lease. The thread that takes a span out of home
+        forgets it then, so that one of the two sees what the other did.
         """
         for span in set(spans):
             if not self.kept(span):
@@ -76,8 +76,8 @@ class Reading:
                 self.history.forget(span)
 
     def went_bad(self, span: int, medium: str, caches: Sequence[ChunkCache]) -> None:
-        """A span did not read back on a medium: no copy of it is believed, and where that is home
-        it is never a hit again."""
+        """A span did not read back from a medium: no copy of it is trusted any more, and where the
+        medium is home the span is never a hit again."""
         for cache in caches:
             cache.drop_span(span)
         if medium == "ssd":

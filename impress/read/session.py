@@ -55,7 +55,7 @@ class Lease:
         self.started_s = clock()
         self.active = True
         self._clock = clock
-        self._taken = False  # by the store: nobody released it in time
+        self._taken = False  # taken back by the store: nobody released it in time
         self.reading = reading
         self._make_session = make_session
         self._release = release
@@ -63,30 +63,30 @@ class Lease:
         self._sessions: set[Session] = set()  # not closed yet
 
     def cold_bytes(self) -> int:
-        """Of its keys and values: bytes of chunks that no cache holds now, so home has to."""
+        """Bytes of its keys and values in chunks that no cache holds now, so home has to."""
         n_layers, copies = self.reading.geometry.n_layers, self.reading.copies
         n_chunks = self.n_tokens // self._window * n_layers
         here = sum(chunks_here(source, copies) for source in self.sources)
         return max(n_chunks - here, 0) * (self._window_bytes // n_layers)
 
     def span_bytes(self) -> list[tuple[bytes, int]]:
-        """The spans it lies in, by the keys of all up to their ends, and its bytes in each."""
+        """The spans it lies in, each by the key of all tokens to its end, and its bytes in each."""
         held = [source.held for source in self.sources]
         return [(one.record.key_after, one.count * self._window_bytes) for one in held]
 
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that the caches hold at most."""
+        """Most bytes of keys and values that the caches can hold."""
         return sum(one.capacity * one.chunk_bytes for one in self.reading.copies.chunks)
 
     def session(
         self, policy: Policy | None = None, first: int = 0, *, in_order: bool = True
     ) -> Session:
-        """Reads of this prefix under a policy, from token `first` on: what is before, in whole
-        windows, the caller has. Only where all rows are brought can it be above 0.
+        """A session that reads this prefix under a policy, from token `first` on: the caller has
+        the whole windows before it. `first` can be above 0 only where all rows are brought.
 
-        in_order=False: for whoever puts rows where `retrieve`'s pos says, or needs them in no
-        order. All rows of packed prefixes then come as they lie, with nothing to put in order.
-        Raises PrefixLost when it is too old, ImpressError on a miss or after release, BadInput.
+        in_order=False: for callers that put rows where `retrieve`'s pos says, or need no order.
+        All rows of packed prefixes then come as they lie, with nothing to put in order. Raises
+        PrefixLost when the lease is too old, ImpressError on a miss or after release, BadInput.
         """
         if not self.n_tokens:
             raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
@@ -95,7 +95,7 @@ class Lease:
         return session
 
     def forget(self, session: Session) -> None:
-        """It is closed."""
+        """The session is closed."""
         self._sessions.discard(session)
 
     def check_active(self) -> None:
@@ -112,7 +112,7 @@ class Lease:
             raise PrefixLost("expired", f"the lease is older than {limit_s:g} s")
 
     def expire(self) -> bool:
-        """Release for a holder that has not: reads are lost from now on. False: it was released."""
+        """Release for a holder that has not: reads are lost from now on. False: it already was."""
         self._taken = True
         return self._end()
 
@@ -147,7 +147,7 @@ class Lease:
 class Session:
     """Brings a leased prefix layer by layer. For one thread; close it when done."""
 
-    _lane = Lane.DEMAND  # of what is read, also to choose by
+    _lane = Lane.DEMAND  # of all its reads, including those it chooses by
 
     def __init__(
         self, lease: Lease, policy: Policy, reading: Reading, first: int = 0, in_order: bool = True
@@ -168,7 +168,7 @@ class Session:
             self._sources = as_they_lie(self._sources)
         self._r = reading
         self._loads: dict[int, Load] = {}  # under way
-        self._untaken = [self._loads]  # who takes a load from there ends it
+        self._untaken = [self._loads]  # whoever takes a load out of these ends it
         self._given: dict[int, list[Load]] = {}  # retrieved, still valid
         self._came_s = 0.0  # when the last layer came in: the turn of the next
         self._begun = Begun()
@@ -193,8 +193,8 @@ class Session:
         what is left.
 
         `outs`: per layer (k, v) [n_kv_heads, n_tokens, head_dim]. Token-major, page-aligned ones
-        are read into directly. Theirs to keep, unchanged until `close`. Of all layers, so not
-        beside `layers`. Raises as `retrieve` does.
+        are read into directly. Keep them, unchanged, until `close`. They are of all layers, so they
+        cannot be given beside `layers`. Raises as `retrieve` does.
         """
         if self._closed:
             raise ImpressError("session: closed")
@@ -230,8 +230,8 @@ class Session:
         """(k, v, pos) of a layer: k, v [n_kv_heads, m, head_dim], pos int64 [m].
 
         On the query's device, in position order unless the session is not `in_order`; not to be
-        written to before `close`. Of all rows in order pos is one tensor for all layers. out: as
-        prefetch's, of this layer alone.
+        written to before `close`. For all rows in order, pos is one tensor shared by all layers.
+        out: as prefetch's outs, for this layer alone.
 
         query [n_heads, q, head_dim] after RoPE; scaling defaults to head_dim^-0.5; suffix_lse
         float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next
@@ -257,7 +257,7 @@ class Session:
         return k, v, torch.tensor(positions + self._first, dtype=torch.int64, device=k.device)
 
     def _every_position(self, device: torch.device) -> torch.Tensor:
-        """Of all rows: the same for every layer, made once."""
+        """For all rows: the same tensor for every layer, made once."""
         if self._positions is None or self._positions.device != device:
             end = self._first + self.n_tokens
             self._positions = torch_module().arange(self._first, end, device=device)
@@ -269,7 +269,7 @@ class Session:
     ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:  # fmt: skip
         """The layer's K and V on the host, and which rows they are (None: all, in order)."""
         pair: Outs | None = None
-        if out is not None:  # before the load is taken: who takes it ends it
+        if out is not None:  # before the load is taken: whoever takes it ends it
             others = [load.outs for at, load in list(self._loads.items()) if at != layer]
             pair = outs_of(out, self._r.geometry, self.n_tokens, others)
             check_beside({layer: pair}, self._into())
@@ -284,7 +284,7 @@ class Session:
         try:
             load.wait(self._came_s)  # all may have been begun at once, and come one after the other
             self._came_s = monotonic()
-            k, v = load.tensors()  # may put rows in order: of the wait, too
+            k, v = load.tensors()  # may put rows in order: that is part of the wait
             self._account(load, begin_s)
             self._keep(layer, [load])
             return k, v, rows_of(load.parts)
@@ -309,8 +309,8 @@ class Session:
     def close(self) -> bool:
         """Stop reading ahead, give buffers back. True when nothing touches `outs` any more.
 
-        False when a read is stuck past the time limit: then drop the tensors, reuse none of them
-        before `is_untouched`. What has yet to climb from `outs` is copied now: its turn may be far.
+        False when a read is stuck past the time limit: then drop the tensors, and reuse none before
+        `is_untouched`. What has yet to climb from `outs` is copied now: its turn may be far off.
         """
         if not self._closed:
             self._closed = True
@@ -331,25 +331,25 @@ class Session:
         return all(one.done for one in (*reads, *self._climbs.leaving, *self._copied))
 
     def _end(self) -> None:
-        """What closing takes but for waiting. What an exception cut off, the next call does."""
+        """All that closing does except waiting. What an exception cut off, the next call does."""
         self._lease.forget(self)
         self.give_up()
         for load in list(chain.from_iterable(self._given.values())):
             load.give_back()
         self._given.clear()
-        self._begun.end()  # also those that nobody was told of
+        self._begun.end()  # even those that nobody was told of
         self._hand_over()
         self._copied = self._begun.over()
         if self._climbs.leaving:
             self._r.pool.run_here(Lane.PROMOTE, self._climbs.leaving)
 
     def _into(self) -> dict[int, Outs]:
-        """By layer that is under way: memory of the caller's that it is read into."""
+        """By layer under way: the caller's memory that it is read into."""
         loads = list(self._loads.items())
         return {layer: load.into for layer, load in loads if load.into is not None}
 
     def give_up(self) -> None:
-        """Nothing is retrieved any more that is not there. From any thread, also beside others."""
+        """Abandon what was not taken yet: nobody will retrieve it. From any thread, at any time."""
         for loads in self._untaken:
             while loads:
                 with suppress(KeyError):  # taken just now
@@ -370,7 +370,7 @@ class Session:
             self.give_up()
 
     def _check_free(self) -> None:
-        """That nothing which was lost may still write to memory that is given again."""
+        """Check that nothing that was lost may still write to memory that is given again."""
         if any(ticket.given_up for ticket in self._begun.reads()):
             self._r.counters.add("lost/late")
             raise PrefixLost("late", "a lost layer is still being read into memory given here")
@@ -386,7 +386,7 @@ class Session:
             self._climbs.begin()
 
     def _hand_over(self) -> None:
-        """The request has what it needs: what it showed is learnt behind it."""
+        """The request has what it needs: what it showed is learnt afterwards."""
         looked, self._looked = self._looked, []
         if looked:
             is_exact = isinstance(self.policy, Exact)

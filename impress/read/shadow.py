@@ -23,7 +23,7 @@ from tiers.iopool import Lane
 if TYPE_CHECKING:
     import torch
 
-#: The last query rows of a request that are kept to be asked again. A longer one is judged by
+#: How many of a request's last query rows are kept to be asked again. A longer one is judged by
 #: these, and where it was exact the selection is made by them alone: 256 rows of 32 heads of 128
 #: are 2 MiB a layer in 16 bits.
 SHADOW_ROWS = 256
@@ -34,8 +34,8 @@ class Seen:
     """What one layer's attention was asked: a request's last query rows.
 
     query [n_heads, r, head_dim] after RoPE; suffix_lse float32 [n_heads, r]. `chosen`: what the
-    request chose, by all its rows; its estimates are nan where more rows than these were asked, as
-    they are compared with what these miss. None where it was exact: chosen by these, as weighed.
+    request chose, by all its rows; its estimates are nan where it asked more rows than these, since
+    they are compared with what these miss. None where it was exact: these choose, when weighed.
     """
 
     query: torch.Tensor
@@ -54,11 +54,11 @@ class ShadowSession(SparseSession):
         self._keys: torch.Tensor | None = None
 
     def weigh(self, layer: int, seen: Seen, keys: torch.Tensor | None = None) -> Weighed | None:
-        """A layer's missing mass, true and estimated; as the policy bounds it, mean or worst head.
+        """A layer's missing mass, true and estimated: mean or worst head, as the policy bounds it.
         None where the layer is taken whole: that says nothing of how the policy chooses.
 
-        keys [n_kv_heads, n_tokens, head_dim] of the prefix where they are at hand, else they are
-        read. Layers in order, for policies that look at earlier ones. Raises PrefixLost.
+        keys [n_kv_heads, n_tokens, head_dim] of the prefix if they are at hand, else they are
+        read. Take layers in order, for policies that look at earlier ones. Raises PrefixLost.
         """
         self._lease.check_active()
         used: list[Load] = []
@@ -75,7 +75,7 @@ class ShadowSession(SparseSession):
                 seen.query.to(all_keys.device), all_keys, seen.scaling, seen.suffix_lse,
                 chosen.positions,
             )  # fmt: skip
-        except MediumError as err:  # of a header, or no memory to read into: no request's loss
+        except MediumError as err:  # a header's, or no memory to read into: not a request's loss
             raise PrefixLost(err.reason, str(err)) from None
         finally:
             self._keys = None
@@ -104,7 +104,7 @@ class RerunSession(Session):
         super().__init__(lease, policy, lease.reading)
 
     def _account(self, load: Load, begin_s: float) -> None:
-        """It is no request's."""
+        """Account for nothing: it is not a request's."""
 
 
 def by_head(policy: Any) -> bool:

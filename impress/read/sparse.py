@@ -2,9 +2,9 @@
 
     retrieve(layer, query): probe records ─identify→ Selection ─gather→ K and V of the chosen rows
 
-What is read to choose by does not depend on the query, so it is read ahead: probe records of every
-layer, and, where a policy looks at all keys, those of the next layers. A prefix stored without the
-records a policy wants gets them made from its keys, which must then be read.
+What is read in order to choose does not depend on the query, so it is read ahead: probe records of
+every layer, and, where a policy looks at all keys, those of the next layers. If a prefix was stored
+without the records a policy wants, they are made from its keys, which must then be read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from impress.read.outs import Tensors
 
 
-#: Of how many layers to come what they are chosen by is on its way: while one is chosen from, the
+#: For how many layers to come the data to choose by is on its way: while one layer is chosen, the
 #: disk has the next to read; more would only delay the rows chosen meanwhile, and the first layer.
 LAYERS_AHEAD: Final = 2
 
@@ -79,9 +79,9 @@ class SparseSession(Session):
         """What was chosen in each layer so far."""
         self.keys_as_read = False
         """True: where all keys of a layer were read to choose by, `retrieve`'s k is all of them;
-        pos is of v's rows. For whoever scored them on a device, and takes the chosen ones there."""
+        pos is of v's rows. For callers that scored them on a device and take chosen ones there."""
         self.key_rows: npt.NDArray[np.int64] | None = None
-        """Of these which row each is, where they may come as they lie: a policy chooses by it."""
+        """Which row each of these is, where they may come as they lie: a policy chooses by it."""
         self._foresight = Foresight(reading, self._sources)
 
     def _sketch(self) -> tuple[ProbeCodec | None, int | None, Layers | None]:
@@ -122,7 +122,7 @@ class SparseSession(Session):
     def prefetch(
         self, outs: Sequence[Tensors] | None = None, layers: Sequence[int] | None = None
     ) -> None:
-        """Start reading what layers are chosen by, two layers' at a time, whatever `layers`. Rows
+        """Start reading what rows are chosen by, two layers at a time, whatever `layers` says. Rows
         cannot be read before they are chosen."""
         if outs is not None:
             raise BadInput(f"prefetch: policy {self.policy.name} chooses how many rows there are")
@@ -136,8 +136,8 @@ class SparseSession(Session):
         self._check_ended()
 
     def _start_ahead(self, first: int) -> None:
-        """Have on their way what the layers from `first` are chosen by, if that was begun: their
-        records, or all their keys."""
+        """If reading ahead has begun, start reading what the layers from `first` on are chosen by:
+        their records, or all their keys."""
         if self._next is None:
             return
         end = min(first + LAYERS_AHEAD, self._r.geometry.n_layers)
@@ -192,7 +192,7 @@ class SparseSession(Session):
             rows = Load(self._r, self._begun.add, *where, planes, positions, ahead=ahead)
             try:
                 with suppress(MediumError):  # no memory so early: it is read when it is its turn
-                    self._start_ahead(layer + 1)  # behind them
+                    self._start_ahead(layer + 1)  # behind the rows
                 self._check_ended()
                 self._foresee(layer + 1, positions, planes)  # while this layer is read
                 k = None
@@ -340,7 +340,7 @@ class SparseSession(Session):
 
 
 def _detached(given: Any) -> Any:
-    """What rows are chosen by is differentiated by nobody; what is no tensor is told of later."""
+    """Nobody differentiates what rows are chosen by; what is not a tensor is reported later."""
     return given.detach() if hasattr(given, "detach") else given
 
 
@@ -349,12 +349,12 @@ def session_of(
 ) -> Session:
     """A session under any policy; `first`, `in_order`: see Lease.session.
 
-    Raises ImpressError where none has an identifier for it, BadInput where it can never be
+    Raises ImpressError where no session has an identifier for it, BadInput where it can never be
     kept to on such rows (check_fits).
     """
     if isinstance(policy, Exact | KeepAll):
         return Session(lease, policy, reading, first, in_order)
-    if select.dispatch(type(policy)) is select.dispatch(object):  # which serves nothing
+    if select.dispatch(type(policy)) is select.dispatch(object):  # the latter serves nothing
         raise ImpressError(f"session: policy {policy!r} is not one this version can serve")
     if first:
         raise BadInput(f"session: {policy.name} chooses among all rows, it cannot skip {first}")

@@ -30,7 +30,7 @@ def promised(ahead: Early | None, parts: Sequence[Part], plane: int) -> list[Mas
 
 
 class Takes:
-    """Pieces of a load's dests that come from there, and those that had to be read after all."""
+    """Pieces of a load's dests that come from `ahead`, and those that had to be read after all."""
 
     def __init__(
         self, ahead: Early, planes: Sequence[int], shapes: Sequence[PlaneLayout],

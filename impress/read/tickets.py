@@ -19,11 +19,11 @@ def when_all(tickets: Sequence[Ticket], callback: Callable[[], object]) -> None:
 
 
 def nothing() -> None:
-    """A task of tickets that are waited for and stand for no work."""
+    """The task of tickets that are only waited for and stand for no work."""
 
 
 def within_memory(task: Task) -> None:
-    """Run a task that reads. Where Python has no memory for it, ReadFailed as where a buffer
+    """Run a task that reads. If Python has no memory for it, raise ReadFailed as where a buffer
     cannot be had: a miss, which says nothing against what is stored."""
     try:
         task()
@@ -32,8 +32,8 @@ def within_memory(task: Task) -> None:
 
 
 def give_way() -> None:
-    """Between two plans: let those who read have the interpreter, which they would otherwise wait
-    for until all is planned, or for 5 ms (measured: 128 MiB of 32 layers in 42.8 ms, not 44.9)."""
+    """Between two plans: let the threads that read have the interpreter; else they would wait for
+    it until all is planned, or for 5 ms (measured: 128 MiB of 32 layers in 42.8 ms, not 44.9)."""
     sleep(0)
 
 

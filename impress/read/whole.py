@@ -3,9 +3,9 @@
     chunks ─┬─ that a cache has ─pieces→ places
             └─ of home ─read, verified→ a buffer → places
 
-Planned by chunks alone. Which row lies where is found by the threads that bring them: beside
-threads that copy, who asks for all layers took 10 ms of a request for 1.5 ms of work, and takes 0.4
-now (Llama-3-8B, two cores). There the request takes as long: both cores have rows to copy.
+Planned by chunks alone. The threads that bring rows find which row lies where: beside threads that
+copy, the thread asking for all layers took 10 ms of a request for 1.5 ms of work, and takes 0.4 now
+(Llama-3-8B, two cores). There the request takes as long: both cores have rows to copy.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tiers.base import Bytes, Pieces
 
 
 class Whole:
-    """Parts all of whose rows are wanted, by who has their chunks. `left`: these parts.
+    """Parts all of whose rows are wanted, divided by who has their chunks. `left`: these parts.
 
-    `chunks`: of each part, those that home gives. `given`: by plane, all rows in order; theirs who
-    look at them.
+    `chunks`: of each part, those that home gives. `given`: by plane, all rows in order; it belongs
+    to those who look at it.
     """
 
     def __init__(self, parts: Sequence[Part], entries: Sequence[Sequence[Ids]]) -> None:
-        """`entries[cache][part]`: of its chunks, -1 where it has none."""
+        """`entries[cache][part]`: for each of its chunks, -1 where the cache has none."""
         self.left = parts
         self.given: list[Bytes] = []
         self.chunks: list[Ids] = []
@@ -47,7 +47,7 @@ class Whole:
         ends = np.cumsum([part.count * self._window for part in parts]).tolist()
         self._begins = [0, *ends[:-1]]
         self.n_places: int = ends[-1]  # rows there must be room for: all of them
-        # Made by whoever needs them first; where two do, they make the same.
+        # Made by the first thread that needs them; where two do, they make the same.
         self._places: list[Positions | None] = [None] * len(parts)
         self._at_home: Positions | None = None
 
@@ -68,7 +68,7 @@ class Whole:
         self, _parts: Sequence[Part], entries: Sequence[Sequence[Ids]], layer: int,
         planes: Sequence[int], caches: Sequence[ChunkCache],
     ) -> Copies:  # fmt: skip
-        """What is copied among the rows given."""
+        """What is copied from caches into `given`."""
         found: Copies = {cache.tier.name: [] for cache in caches}
         for i, part in enumerate(self.left):
             for level, cache in enumerate(caches):
@@ -83,10 +83,10 @@ class Whole:
         return self.given[i]
 
     def lie(self, rows: Sequence[Positions | None]) -> None:
-        """Rows of home lie in dest as they do in their chunks."""
+        """Nothing to note: rows of home lie in dest as they do in their chunks."""
 
     def put(self, i: int, dest: Bytes, first: int, end: int) -> None:
-        """Bytes [first, end) of dest, rows of home of plane number i, to their places."""
+        """Put bytes [first, end) of dest, rows of home of plane number i, in their places."""
         if self._at_home is None:
             rows = np.arange(self._window)
             of_parts = [
@@ -101,7 +101,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class _Some:
-    """Chunks of a part's plane, the one of `number` among those read, that a cache has."""
+    """Chunks that a cache has of a part's plane, the one of `number` among those read."""
 
     whole: Whole
     part: int

@@ -1,7 +1,7 @@
-"""What chunks are worth to a cache that goes by rank, under `Config.eviction`.
+"""What chunks are worth to a cache that evicts by rank, under `Config.eviction`.
 
     importance: uses × share of rows that requests needed (history.py)
-    lfu:        uses alone, remembered like these: also while a chunk is in no cache
+    lfu:        uses alone, remembered like these: even while a chunk is in no cache
     prefix-lru: the last request that used it, then where in the prompt it lies (prefix_lru.py)
 
 All count time in requests noted, never by a clock.
@@ -22,7 +22,7 @@ from impress.usage.remembered import HALF_LIFE
 def judge(reading: Reading, source: Source, layer: int, used: Ids) -> Worth:
     """Tell every cache what the chunks of a layer are worth now.
 
-    `used`: chunks of the span that the request noted last has used. Where nothing is known, since
+    `used`: chunks of the span that the last request noted has used. Where nothing is known, because
     the span is too large for history, that use is all they are judged by.
     """
     by_uses = reading.config.eviction == "lfu"
@@ -41,7 +41,7 @@ def judge(reading: Reading, source: Source, layer: int, used: Ids) -> Worth:
 
 
 def ranks_if_used(reading: Reading, source: Source, layer: int, used: Ids) -> Ranks:
-    """The ranks of these chunks of a span once this request's use of them will have been noted."""
+    """The ranks of these chunks of a span once this request's use of them has been noted."""
     if reading.config.eviction == "prefix-lru":
         return _by_prefix(source, used, reading.history.tick + 1)
     n_chunks = source.held.record.n_windows

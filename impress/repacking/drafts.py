@@ -13,18 +13,18 @@ from impress.write.jobs import SwapJob
 
 
 class Drafts:
-    """For the thread of a pass; but `over`, which the committer calls, and `records`."""
+    """For the thread of a pass, except `over`, which the committer calls, and `records`."""
 
     def __init__(
         self, scrap: Callable[[list[SpanRecord]], None], writes: Callable[[], bool]
     ) -> None:
-        """`scrap`: erases a draft's bytes and gives its space back; off the list it is free, or
-        somebody else's to free. `writes`: whether something may still be written to one; then none
-        is given back before the next call of `give_back_rest`."""
+        """`scrap`: erases drafts' bytes and gives their space back; once off the list it is free,
+        or somebody else's to free. `writes`: whether something may still be written to one; then
+        none is given back before the next call of `give_back_rest`."""
         self._scrap = scrap
         self._writes = writes
-        self._drafts: dict[int, list[SpanRecord]] = {}  # one each, or none: its space is free
-        # What the committer takes a draft from: empty, it has it.
+        self._drafts: dict[int, list[SpanRecord]] = {}  # one each; or none, once its space is free
+        # What the committer takes a draft from: once empty, the committer has it.
         self._handed: dict[int, Iterator[SwapJob]] = {}
 
     def add(self, draft: SpanRecord) -> None:
@@ -34,7 +34,7 @@ class Drafts:
         return [draft for left in [*self._drafts.values()] for draft in [*left]]
 
     def hand(self, job: SwapJob) -> Iterator[SwapJob]:
-        """For the committer to take it from, which owns it from then on."""
+        """What the committer takes the job from; it owns the draft from then on."""
         jobs = iter((job,))
         self._handed[job.header.record.span_id] = jobs
         return jobs
@@ -45,11 +45,11 @@ class Drafts:
         self._handed.pop(span, None)
 
     def give_back(self, draft: SpanRecord) -> None:
-        """Where it is cut off, `give_back_rest` goes on with what is left of it."""
+        """Give its space back. If cut off, `give_back_rest` goes on with what is left of it."""
         self._end(draft.span_id)
 
     def give_back_rest(self) -> None:
-        """Those that the committer was not given: an exception (Ctrl-C) came between."""
+        """Give back those that the committer was not given: an exception (Ctrl-C) came between."""
         for span in [*self._drafts]:
             for _ in self._handed.get(span, ()):
                 del self._handed[span]  # taken from it: no signal comes between

@@ -1,12 +1,12 @@
-"""Whether a span is worth packing anew, and in which order. Pure: data in, data out.
+"""Whether a span is worth repacking, and in which order. Pure: data in, data out.
 
 What a request reads is estimated from how often each row was chosen, as if rows were chosen
 independently: a piece is read when any row in it is chosen, and a run of pieces is one request to
-the medium, which costs as much as `gap_bytes` read.
+the medium, which costs as much as reading `gap_bytes`.
 
-What requests have shown has noise, and an order that is made from it fits that noise: counted by
-the same requests it saves even where rows are chosen by chance. So it is made by half of them and
-counted by the others, and the other way round.
+What requests have shown has noise, and an order that is made from it fits that noise: judged by
+the same requests it saves even where rows are chosen by chance. So it is made from half of them and
+judged by the others, and the other way round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Groups = Sequence[tuple[int, int]]  # (first, count), of windows or rows
 
 #: A span that would save less of its reads than this is left alone: moving it costs writes.
 LEAST_GAIN: Final = 0.1
-#: Where only importance is known, so many of a layer's rows are taken to be chosen (paper, 4.1).
+#: Where only importance is known, this share of a layer's rows is taken as chosen (paper, 4.1).
 KEPT_SHARE: Final = 0.25
 
 
@@ -53,8 +53,8 @@ class Cost:
 class Repacking:
     """A new order for a span, and what it would save. `slots` [n_layers, n_rows]: row by slot.
 
-    `gain`: the share saved of the cost of reading chosen rows; or of the chunks that a read of
-    each node whole takes, where that is more: rows of a node split since lie in its sibling's too.
+    `gain`: the share saved of the cost of reading chosen rows; or, where that is more, of the
+    chunks read for each node whole: rows of a node split since lie in its sibling's chunks too.
     """
 
     slots: npt.NDArray[np.int64]
@@ -68,7 +68,7 @@ class Repacking:
 
 
 def tiled(views: Groups, n_windows: int) -> list[tuple[int, int]]:
-    """Runs of windows that nodes view, with what nobody views between them: a span, whole."""
+    """Runs of windows that nodes view, and those between them that nobody does: the whole span."""
     groups, end = [], 0
     for first, count in [*sorted(views), (n_windows, 0)]:
         if first > end:
@@ -98,8 +98,8 @@ def expected(chosen: Floats, plane: PlaneLayout) -> Cost:
 
 
 def chunks_of(ordinals: npt.NDArray[np.int64], groups: Groups, window: int) -> tuple[int, int]:
-    """Chunks read when a span's groups are read whole, the first, the first two, and so on, as
-    prompts do that end or part behind each; and the least that could be."""
+    """Chunks read when a span's groups are read whole: the first, the first two, and so on, as by
+    prompts that end or part after each; and the fewest that could be."""
     used = np.zeros(len(ordinals) // window, dtype=bool)
     n_chunks = least = 0
     for first, count in groups:
@@ -111,9 +111,9 @@ def chunks_of(ordinals: npt.NDArray[np.int64], groups: Groups, window: int) -> t
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What an order is made by, and how often rows were chosen by which it is counted."""
+    """What an order is made from, and how often rows were chosen, by which it is judged."""
 
-    made_by: Floats  # [n_layers, n_rows], by position; as the next
+    made_by: Floats  # [n_layers, n_rows], by position; so is `chosen`
     chosen: Floats
 
 
@@ -126,8 +126,8 @@ def plan_repack(
     worth: Floats, trials: Sequence[Trial], order: RowOrder | None, groups: Groups,
     planes: Sequence[PlaneLayout], window: int, gap_bytes: int,
 ) -> Repacking:  # fmt: skip
-    """Rows by worth [n_layers, n_rows], by position, inside each group (of rows); what it saves is
-    the mean of the trials'."""
+    """Order rows by `worth` [n_layers, n_rows] (by position) inside each group (of rows); what that
+    saves is the mean over the trials."""
     worth = np.nan_to_num(worth.astype(np.float32), nan=0.0)
     slots = np.empty(worth.shape, dtype=np.int64)
     before, after, n_chunks, least = Cost(), Cost(), 0, 0

@@ -1,5 +1,5 @@
-"""The repacker: rows that are chosen often move together, span by span, behind everything else.
-And of a span that is mostly dead, its other windows evicted, what lives is rewritten.
+"""The repacker: rows that are chosen often move together, span by span, giving way to all else.
+And where a span is mostly dead, its other windows evicted, the live part is rewritten.
 
 decide (packing.py) → copy on lane REPACK (span_copy.py) → one transaction swaps the spans
 (swap.py) → the tree shows the new one; the old one is reclaimed after its last lease (home.py).
@@ -54,7 +54,7 @@ log = logging.getLogger("impress")
 #: always one, a pass goes on at some 4 MiB a second.
 PATIENCE_S = 0.25
 NAP_S = 0.002
-#: Leases a span must have had since it was last looked at for the background to look again.
+#: Leases a span must have had since it was last looked at for a background pass to look again.
 LEAST_LEASES = 8
 #: A span of which more than this share is dead is rewritten without it.
 DEAD_SHARE = 0.5
@@ -67,7 +67,7 @@ class Repacker:
         self, home: Home, pool: IoPool, config: Config, counters: Counters,
         busy: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """`busy`: whether requests are being served, whose turn comes first. Raises MediumError
+        """`busy`: whether requests are being served; their turn comes first. Raises MediumError
         where no thread can be started."""
         assert home.committer is not None, "what is only read is not repacked"
         self._home, self._committer = home, home.committer
@@ -77,21 +77,21 @@ class Repacker:
         pace = Pace(config.repack_bytes_per_s, monotonic, self._stop.wait)
         self._copier = Copier(home.ssd, pool, pace, partial(self._stand_back, busy))
         self._pass = threading.Lock()  # held for a whole pass; only passes take it
-        self._looked: dict[int, int] = {}  # span -> its leases when the background last looked
+        self._looked: dict[int, int] = {}  # span -> its leases when a background pass last looked
         self._moved: set[int] = set()  # out of the tree, perhaps not reclaimed yet
         self._drafts = Drafts(self._scrap, lambda: self._copier.under_way)
-        self._reserving = 0  # bytes of a copy that is no draft yet
+        self._reserving = 0  # bytes of a copy that is not a draft yet
         home.leaving.copies_bytes = self._copies_bytes
         home.leaving.cut_off = self.cut_off
-        self._sync_failures = 0  # the tier's, when it was reserved
+        self._sync_failures = 0  # the tier's, when the copy was reserved
         self._thread: Worker | None = None
         if config.repack_every_s:
             thread = Worker(self._work, "impress-repack")
             thread.start()
-            self._thread = thread  # at last: `close` joins it
+            self._thread = thread  # last: `close` joins it
 
     def run(self, *, dry_run: bool, max_bytes: int | None = None) -> RepackReport:
-        """A pass over every span, hottest first; writes at most max_bytes. Waits for another's.
+        """A pass over every span, hottest first; writes at most max_bytes. Waits for another pass.
         Spans that are mostly dead come before all others: they give space back."""
         max_bytes = None if max_bytes is None else an_int(max_bytes, "repack: max_bytes")
         with self._pass:
@@ -110,7 +110,7 @@ class Repacker:
             return self._run(sorted(due, key=lambda span: -due[span]), False, None, due)
 
     def drafts(self) -> list[SpanRecord]:
-        """Copies under way, of a late commit too: space that no span owns yet."""
+        """Copies under way, and those whose commit is late: space that no span owns yet."""
         return self._drafts.records()
 
     @property
@@ -119,9 +119,9 @@ class Repacker:
         return bool(self._drafts.records())
 
     def cut_off(self) -> list[SpanRecord]:
-        """Copies of a pass that was cut off under a write: given back, else still under it."""
+        """Give back copies of a pass cut off during a write; returns those still written to."""
         if not self._pass.acquire(blocking=False):
-            return []  # a pass that goes on
+            return []  # a pass is under way
         try:
             self._drafts.give_back_rest()
             return self._drafts.records() if self._copier.under_way else []
@@ -146,7 +146,7 @@ class Repacker:
             try:
                 if not self._stop.wait(self._config.repack_every_s):
                     self._attempt()
-            except Exception:  # a handler of the log's that fails, no memory to wait with
+            except Exception:  # a log handler that fails, no memory to wait with
                 continue
 
     def _attempt(self) -> None:
@@ -156,21 +156,21 @@ class Repacker:
             log.exception("a repack pass failed; the next one tries again")
 
     def _mostly_dead(self) -> dict[int, None]:
-        """Spans to rewrite, as a set in order."""
+        """Spans to rewrite, as an ordered set."""
         dead = self._home.catalog.own_dead()
         return dict.fromkeys(d.span for d in dead if d.n_dead > DEAD_SHARE * d.n_windows)
 
     def _run(
         self, spans: list[int], dry_run: bool, max_bytes: int | None, due: Mapping[int, int]
     ) -> RepackReport:
-        """`due`: spans whose leases are noted as of when it looked at them."""
+        """`due`: spans, with the leases to note for each once the pass comes to it."""
         report, so_far = RepackReport(dry_run), Pass(dry_run, max_bytes)
-        self._drafts.give_back_rest()  # of a pass that was cut off under a write
+        self._drafts.give_back_rest()  # of a pass that was cut off during a write
         dead = self._mostly_dead()
         for span in [*dead, *(span for span in spans if span not in dead)]:
             if self._stop.is_set():
                 break
-            if span in due:  # in its turn: whatever ends a pass leaves those behind it due
+            if span in due:  # in its turn: whatever ends a pass leaves those after it due
                 self._looked[span] = due[span]
             pinned: list[Held] = []
             try:
@@ -188,7 +188,7 @@ class Repacker:
                 if not err.harmless and not dry_run:
                     self._home.leaving.quarantine(span)
                 report.spans.append(unmoved(pinned[0].record, err))
-            except MemoryError as err:  # a large one's, each time: those behind it have their turn
+            except MemoryError as err:  # a large one's, each time: those after it have their turn
                 report.spans += [unmoved(held.record, err) for held in pinned]
             except Stopped:
                 break
@@ -215,7 +215,7 @@ class Repacker:
     ) -> Move | None:
         """What to do with a span; None where nothing is known of its rows."""
         first, end = min(first for first, _ in views), max(first + n for first, n in views)
-        # What is dead between two windows that live stays: another pass would only copy it again.
+        # Dead windows between two live ones stay: another pass would only copy them again.
         if rewrite and held.record.n_windows - (end - first) > DEAD_SHARE * held.record.n_windows:
             part = SpanPart.as_it_lies(header, first, end - first)
             return Move(held, part, None)
@@ -231,7 +231,7 @@ class Repacker:
         elif worth is None and header.importance is not None:
             worth = np.nan_to_num(header.importance, nan=0.0)
             trials.append(Trial(worth, likely_chosen(worth)))
-        elif header.order is not None:  # rows stay in it, but for those of nodes split since
+        elif header.order is not None:  # rows stay in it, except those of nodes split since
             worth = np.zeros(header.order.ordinals.shape, dtype=np.float32)
         else:
             return None
@@ -250,30 +250,30 @@ class Repacker:
             return "larger than repack_space_bytes"
         if most is not None and so_far.n_bytes + move.n_bytes > most:
             return "over this pass's bytes"
-        if health.failing if so_far.dry_run else health.refusal(0):  # which may write, to find out
+        if health.failing if so_far.dry_run else health.refusal(0):  # it may write, to find out
             return "read-only"
         if so_far.dry_run:
             return self._would(move, so_far)
         if self._lingers(move.n_bytes):
             return LINGERING
-        # Before there is room to give back: that would be erased and synced.
+        # Before room is reserved: to give that back, it would have to be erased and synced.
         if not self._home.budget.allow(move.n_bytes):
             return SPENT
         draft = self._reserve(move)
         if draft is None:
             return NO_ROOM
         outcome = self._move(move, draft)
-        if outcome is not Swapped.YES:  # that is counted when it is known, which may be later
+        if outcome is not Swapped.YES:  # YES is counted once it is known, which may be later
             self._counters.add(f"repacks/{outcome.name.lower()}")
-        else:  # with its leases, which it keeps
+        else:  # the new span keeps the leases
             self._looked[draft.span_id] = self._looked.get(move.held.record.span_id, 0)
             if move.plan is None:
                 return REWRITTEN
         return str(outcome.value)
 
     def _lingers(self, n_bytes: int) -> bool:
-        """Whether n_bytes more are too many, with copies whose commit is late, and what spans that
-        moved still take because somebody holds them. Other processes are given a while to let go.
+        """Whether n_bytes more are too many, besides copies whose commit is late and what moved
+        spans still take because somebody holds them. Other processes get a while to let go.
         """
         home = self._home
         for patient in (False, True):
@@ -307,8 +307,8 @@ class Repacker:
     # ---- a move ----------------------------------------------------------------------------
 
     def _reserve(self, move: Move) -> SpanRecord | None:
-        """Room for the copy where there is some, in parts as small as a store's; nothing is evicted
-        for it. None, or what fails: its part of the day's writes is given back."""
+        """Reserve room for the copy, in parts as small as a store's; nothing is evicted for it. On
+        None, or an error, its part of the day's writes is given back."""
         ssd, layout = self._home.ssd, move.part.layout
         self._sync_failures, self._copier.n_written = ssd.sync_failures, 0
         data = meta = draft = None
@@ -329,7 +329,7 @@ class Repacker:
                 for slot in (data, meta):
                     if slot is not None:
                         ssd.free(slot)
-            self._reserving = 0  # at last: it may count twice, and never not at all
+            self._reserving = 0  # last: it may count twice, but never not at all
         return draft
 
     def _scrap(self, left: list[SpanRecord]) -> None:
@@ -349,7 +349,7 @@ class Repacker:
         except (StoreFailed, MediumError, MemoryError) as err:
             self._drafts.give_back(draft)
             short = isinstance(err, MemoryError) or getattr(err, "reason", "") == "shortage"
-            if short:  # of memory for a large span in each pass: it would take them all
+            if short:  # of memory, for a large span in each pass: that would spend the day's writes
                 self._home.budget.refund(move.n_bytes - self._copier.n_written)
             span, why = move.held.record.span_id, str(err) or "no memory"
             if isinstance(err, ReadFailed):

@@ -1,4 +1,4 @@
-"""What a pass of the repacker did, or would do: one line a span, with its outcome."""
+"""What a pass of the repacker did, or would do: one line per span, with its outcome."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ WRITTEN = (*(outcome.value for outcome in Swapped), REWRITTEN)
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
-    """What packing a span anew would take and save; costs are a request's, by an estimate.
+    """What repacking a span would take and save; costs are estimates for one request.
 
-    None: not known. Of a rewrite, which leaves rows in their order, and of a span that does not
-    come nothing is estimated.
+    None: not known. Nothing is estimated for a rewrite, which leaves rows in their order, or for
+    a span that cannot be read.
     """
 
     span: int
@@ -45,7 +45,7 @@ class SpanReport:
     before: Cost | None = None
     after: Cost | None = None
     gain: float | None = None  # see Repacking
-    dead_share: float | None = None  # of a rewrite: of its windows, those that it leaves behind
+    dead_share: float | None = None  # of a rewrite: of the windows, those it leaves behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Move:
 
     @property
     def n_bytes(self) -> int:
-        """Of the copy, about: its header has an order where the span's has none; it may lie in more
-        parts, of which each takes some bytes there."""
+        """The copy's, about: its header has an order where the span's has none; it may lie in more
+        parts, each of which takes some bytes there."""
         part, order = self.part, 0
         if part.slots is not None and part.header.order is None:
             order = round_up(order_bytes(*part.slots.shape))
@@ -81,12 +81,12 @@ class Move:
 
 @dataclass(slots=True)
 class Pass:
-    """What a pass wrote so far, or would have. `most_bytes`: that it may write; None: no bound."""
+    """What a pass wrote so far, or would have. `most_bytes` it may write; None: no bound."""
 
     dry_run: bool
     most_bytes: int | None
     n_bytes: int = 0
-    taken: int = 0  # of a dry run: of the disk, less what the spans that would move give back
+    taken: int = 0  # by a dry run: of the disk, less what the spans that would move give back
 
     def count(self, move: Move, outcome: str) -> None:
         if outcome in WRITTEN + WOULD:
@@ -97,7 +97,7 @@ class Pass:
 
 @dataclass(slots=True)
 class RepackReport:
-    """One pass. Spans of which nothing is known are not in it."""
+    """One pass. Spans about which nothing is known are not in it."""
 
     dry_run: bool
     spans: list[SpanReport] = field(default_factory=list)
@@ -122,7 +122,7 @@ class RepackReport:
 
 
 def unmoved(record: SpanRecord, err: ReadFailed | MemoryError) -> SpanReport:
-    """Of a span whose header does not come, or for which there is no memory."""
+    """For a span whose header cannot be read, or for which there is no memory."""
     n_tokens = record.n_windows * record.window
     outcome = NO_MEMORY
     if isinstance(err, ReadFailed):

@@ -1,4 +1,4 @@
-"""Rows of a span copied to another place on home: verified as read, in their turn, at a pace.
+"""Rows of a span copied to another place on home: verified as they are read, in turn, at a pace.
 
 decide (repack.py) ─> SpanPart: which windows, in which order ─> Copier ─> sums of what is there
 """
@@ -35,7 +35,7 @@ from tiers.ticket import Task, Ticket
 
 log = logging.getLogger("impress")
 
-#: One read or write: a demand never waits longer for a thread than this takes.
+#: Bytes of one read or write: a demand never waits longer for a thread than these take.
 SLICE_BYTES: Final = 1 << 20
 
 
@@ -62,7 +62,7 @@ class SpanPart:
 
     @classmethod
     def as_it_lies(cls, header: SpanHeader, first: int, count: int) -> SpanPart:
-        """In the order of the span: a row stays inside what was its group."""
+        """In the span's own order: a row stays inside what was its group."""
         if header.order is None:
             return cls(header, first, count, None)
         low, n_rows = first * header.record.window, count * header.record.window
@@ -72,12 +72,12 @@ class SpanPart:
 
     @property
     def layout(self) -> SpanLayout:
-        """Of the copy."""
+        """The copy's."""
         header = self.header
         return layout_of(header.geometry, header.record.window, self.count, header.probes)
 
     def record(self, span_id: int, meta: Extent, parts: tuple[Extent, ...]) -> SpanRecord:
-        """Of the copy: the same keys and labels for the same windows."""
+        """The copy's: the same keys and labels for the same windows."""
         old = self.header.record
         size = 4 * old.window
         labels = old.labels[self.first * size : (self.first + self.count) * size]
@@ -107,18 +107,18 @@ class Copier:
         self._pool = pool
         self._pace = pace
         self._turn = turn  # waits for those that go first; False when the store is closing
-        self._tickets: list[Ticket] = []  # that are not known to be over
+        self._tickets: list[Ticket] = []  # those not known to be over
         self.n_written = 0
-        """Bytes of copies since whoever begins one set it to 0."""
+        """Bytes of copies written since this was set to 0, as whoever begins one does."""
 
     @property
     def under_way(self) -> bool:
-        """Whether a read or write of a copy may not be over: a second Ctrl-C came as it was waited
-        for."""
+        """Whether a read or write of a copy may not be over: a second Ctrl-C came during the wait
+        for it."""
         return not all(ticket.done for ticket in self._tickets)
 
     def header(self, record: SpanRecord) -> SpanHeader:
-        """A span's, at the pace; it is too short to stand back for. Raises Stopped, ReadFailed."""
+        """A span's, at the pace; too short a read to stand back. Raises Stopped, ReadFailed."""
         if not self._pace.go(record.meta.length):
             raise Stopped
         found: list[SpanHeader] = []
@@ -128,7 +128,7 @@ class Copier:
     def copy(self, part: SpanPart, to: Slot, alive: Callable[[], bool]) -> Sums:
         """Every plane of every layer; the sums of what was written. Raises Stopped, MediumError.
 
-        Gone when `alive()`, asked before each layer, says so.
+        Raises Gone when `alive()`, asked before each layer, is False.
         """
         new = part.layout
         low, order = part.first * part.header.record.window, part.header.order
@@ -186,11 +186,11 @@ class Copier:
         self.do(task)
 
     def do(self, task: Task) -> None:
-        """On lane REPACK, to its end: a write given up while it runs could land on another's."""
+        """Run it on lane REPACK, to its end: a write given up midway could land on another's."""
         tickets: list[Ticket] = []
         self._tickets = [ticket for ticket in self._tickets if not ticket.done]
         try:
-            # Noted before it is queued: Ctrl-C may come between that and whatever `submit` returns.
+            # Noted before it is queued: Ctrl-C may come between that and the return of `submit`.
             self._pool.submit(Lane.REPACK, [task], note=tickets.append)
             while not tickets[0].wait(60.0):
                 log.warning("repack: a read or write has taken a minute so far")

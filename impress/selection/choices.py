@@ -24,7 +24,7 @@ Mask = npt.NDArray[np.bool_]
 #: A selection that would save less than this share of a layer's bytes loads the layer whole: one
 #: sequential read costs less than the pieces, and the missing mass becomes zero.
 LEAST_SAVED: Final = 0.1
-#: Orders tried for the smallest set that bounds every head.
+#: Number of orders tried for the smallest set that bounds every head.
 _ROUNDS: Final = 4
 
 
@@ -33,8 +33,8 @@ class Selection:
     """The rows of one layer to load.
 
     `positions` int64 ascending, not writeable; None: all of them. The estimates are of the softmax
-    weight (over prefix and new tokens) on rows not chosen, mean over query rows: over heads, and
-    of the worst head; by the heads the identifier saw, nan where it saw none. `fell_back`: the
+    weight (over prefix and new tokens) on rows not chosen, averaged over query rows: its mean over
+    heads, and the worst head's; from the heads the identifier saw, nan if none. `fell_back`: the
     identifier did not decide itself. `agreement`: the paper's mean Jaccard index, else nan.
     `reason`: agree | disagree | ungated | bound | capped | no room | diffuse | units | given |
     not finite.
@@ -59,9 +59,9 @@ class Selection:
 
 
 def checked(found: Any, n_tokens: int, who: str) -> Selection:
-    """What an identifier of anybody's chose, of a prefix of n_tokens.
+    """What anybody's identifier chose from a prefix of n_tokens, once checked.
 
-    Raises ImpressError where it names no rows of that: read by, they would be another's bytes.
+    Raises ImpressError where these are not rows of it: reading them would give another's bytes.
     """
     if not isinstance(found, Selection):
         raise ImpressError(
@@ -89,8 +89,8 @@ def paper_choice(
 ) -> Selection:
     """Section 4.3 on column sums [probe heads, n] over n_rows query rows.
 
-    A row holds all heads, so the union of the KV heads' own top k is loaded by fallback "heads":
-    up to n_kv_heads × k rows. Query heads of one KV head are summed first.
+    A row holds all heads, so fallback "heads" loads the union of the KV heads' own top k: up to
+    n_kv_heads × k rows. Query heads of one KV head are summed first.
     """
     if not np.isfinite(columns).all():
         return whole("not finite", fell_back=True)
@@ -119,7 +119,7 @@ def quality_choice(
 ) -> Selection:  # fmt: skip
     """The smallest set that holds the wanted mass, on column sums [n_heads, n] of n_rows rows.
 
-    At least one row, and at most `room` (None: all), which a byte cap leaves. probe_bytes: of the
+    At least one row, and at most the `room` a byte cap leaves (None: all). probe_bytes: of the
     whole layer. Loads the whole layer where that costs hardly more (LEAST_SAVED, or a window) and
     there is room, and where scores are not finite, room or not.
     """
@@ -143,8 +143,8 @@ def quality_choice(
         told = found.missing_mass_worst_head if worst else found.estimated_missing_mass
         if m > room or told <= policy.max_missing_mass:
             return found
-        # Float32 sums: what is told is to keep the bound, too. Mostly one row more does; twice as
-        # many each time, as a bound of 0 wants all rows whose mean over heads underflowed.
+        # Sums are float32, and the estimate must keep the bound, too. Mostly one more row does;
+        # twice as many each time, as a bound of 0 wants all rows whose mean over heads underflowed.
         m, more = min(n, m + more), 2 * more
 
 
@@ -157,7 +157,7 @@ def top_choice(columns: Floats, n_rows: int, keep: float) -> Selection:
 
 
 def random_choice(n: int, keep: float, seed: int, layer: int) -> Selection:
-    """k rows by chance."""
+    """k random rows."""
     rng = np.random.default_rng([seed, layer])
     return _blind(rng.choice(n, n_kept(keep, n), replace=False), n)
 
@@ -168,7 +168,7 @@ def recent_choice(n: int, keep: float) -> Selection:
 
 
 def static_choice(importance: Floats, keep: float) -> Selection:
-    """The top k by importance [n] given at storing."""
+    """The top k by importance [n] given when the prefix was stored."""
     n = len(importance)
     values = np.nan_to_num(importance.astype(np.float32))
     return _blind(np.flatnonzero(top_k(values, n_kept(keep, n))), n)
@@ -183,7 +183,7 @@ def n_kept(keep: float, n: int) -> int:
 
 
 def threshold(k: int, n: int, alpha: float) -> float:
-    """t = j^alpha, where j is the Jaccard index expected of two random sets of k of n."""
+    """t = j^alpha, where j is the expected Jaccard index of two random sets of k out of n."""
     kept = k / n
     return float((kept / (2 - kept)) ** alpha)
 
@@ -235,7 +235,7 @@ def whole(reason: str, *, fell_back: bool, agreement: float = math.nan) -> Selec
 def _chosen(
     chosen: Mask, mass: Floats, reason: str, agreement: float = math.nan, *, fell_back: bool = False
 ) -> Selection:
-    """A selection with the mass [heads, n] (mean over query rows) it leaves out."""
+    """A selection, with how much of the mass [heads, n] (mean over query rows) it leaves out."""
     if chosen.all():
         return whole(reason, fell_back=fell_back, agreement=agreement)
     missing = np.minimum(mass @ (~chosen).astype(np.float32), 1.0)
@@ -263,7 +263,7 @@ def _least(weight: Floats, bound: float) -> int:
 
 
 def _least_by_head(mass: Floats, bound: float) -> tuple[Floats, int]:
-    """An order [n] and a small m: its m first tokens leave at most `bound` of each head [heads, n].
+    """An order [n] and a small m: its first m tokens leave at most `bound` of each head [heads, n].
 
     Covering every head with the fewest tokens is a hard problem: orders by a weighted sum of the
     heads are tried, with weight moved to the heads that were left with most.
@@ -282,7 +282,7 @@ def _least_by_head(mass: Floats, bound: float) -> tuple[Floats, int]:
 
 
 def _least_order(order: Floats, mass: Floats, bound: float) -> int:
-    """The least m ≥ 1 whose m first tokens by `order` leave at most bound of every head."""
+    """The least m ≥ 1 whose first m tokens by `order` leave at most bound of every head."""
     low, high = 1, len(order)
     while low < high:
         middle = (low + high) // 2

@@ -14,7 +14,7 @@ from impress.selection.quant import Floats
 
 
 def unit_choice(scores: Floats, n_tokens: int, keep: float) -> Selection:
-    """All tokens of the best `keep` of the units, by scores [n units]; of n_tokens in all.
+    """All tokens of the best share `keep` of the units, by scores [n units]; n_tokens in all.
 
     Its scores bound or stand for attention, so nothing is said of the mass left out.
     """
@@ -34,7 +34,7 @@ def pooled(values: Floats, width: int) -> Floats:
     half = min(width // 2, len(values) - 1)  # one that reaches past both ends is as wide as any
     width = 2 * half + 1
     most = np.pad(values.astype(np.float32), half, constant_values=-np.inf)
-    span = 1  # most[i] is the largest of as many from i on
+    span = 1  # most[i] is the largest of `span` values from i on
     while 2 * span <= width:
         most = np.maximum(most[:-span], most[span:])
         span *= 2

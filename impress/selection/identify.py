@@ -3,8 +3,8 @@
     policy + Asked ─select→ Selection
 
 A new identifier is a policy with a function registered for it (`select.register`), and, if it
-wants one, a probe codec of its own (probes.register). Column sums are made where the query is, by
-all keys where those are; from there on everything is NumPy on the host, the same from every tier.
+wants one, a probe codec of its own (probes.register). Column sums are made where the query is, or,
+by all keys, where those are; from there on it is NumPy on the host, the same from every tier.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from impress.types import Geometry
 if TYPE_CHECKING:
     import torch
 
-#: Rules of identifiers: raised by hand when impress's own, its codecs or the arithmetic under them
-#: come to choose other rows for the same settings. Trust is then earned anew.
+#: Version of the rules: raised by hand when impress's own identifiers, codecs or the arithmetic
+#: under them come to choose other rows for the same settings. Trust is then earned again.
 RULES: Final = 0
 
 
@@ -57,10 +57,10 @@ class Asked:
     """What an identifier may look at: one layer of one request.
 
     query [n_heads, q, head_dim] after RoPE; suffix_lse float32 [n_heads, q]. `records`: the probe
-    codec's, uint8 [groups, probe_bytes] of the whole prefix, contiguous; `from_keys`: made from all
-    keys, which are read for that. `all_keys` reads the keys [n_kv_heads, n_tokens, head_dim] of the
-    layer: what it reads is the caller's to account for. `importance` reads what was given when the
-    prefix was stored, float32 [n_tokens]; ImpressError where nothing was. `earlier`: what was
+    codec's, uint8 [groups, probe_bytes] of the whole prefix, contiguous; `from_keys`: they are made
+    from all keys, read for that. `all_keys` reads the keys [n_kv_heads, n_tokens, head_dim] of the
+    layer: the caller accounts for what it reads. `importance` reads what was given when the
+    prefix was stored, float32 [n_tokens]; ImpressError if nothing was. `earlier`: what was
     chosen in this request's layers so far, by layer.
     """
 
@@ -96,7 +96,7 @@ class Asked:
         return self.n_tokens // self.codec.group * self.codec.probe_bytes(self.geometry)
 
     def room(self, max_bytes: int | None) -> int:
-        """Most rows that a cap on the layer's bytes leaves beside what is read to choose them."""
+        """Most rows that fit under a cap on a layer's bytes beside what is read to choose them."""
         if max_bytes is None:
             return self.n_tokens
         read, each = self.probe_bytes, self.row_bytes
@@ -114,7 +114,7 @@ def select(policy: Any, asked: Asked) -> Selection:
 @singledispatch
 def reads_keys(policy: Any, layer: int) -> bool:
     """Whether a policy looks at all keys of this layer whatever the query, so that they can be read
-    ahead. One that does and is not registered here gets them when it asks."""
+    ahead. One that does but is not registered here gets them when it asks."""
     return isinstance(policy, AllHeads)
 
 
@@ -125,8 +125,8 @@ def _(policy: Contiguous, layer: int) -> bool:
 
 @singledispatch
 def shares_rows(policy: Any, layer: int) -> bool:
-    """Whether this layer's rows are those of the layer before, whatever the query: to read them
-    ahead is no guess."""
+    """Whether this layer's rows are those of the layer before, whatever the query, so that reading
+    them ahead is not a guess."""
     return False
 
 
@@ -156,7 +156,7 @@ def _(policy: Quality, asked: Asked) -> Selection:
     query, suffix_lse = _seen(asked)
     columns = column_sums(_scorer(asked), query, suffix_lse)
     seen = (asked.geometry.n_heads, asked.n_tokens)
-    if columns.shape != seen:  # a column is a token's, and the bound is of every head
+    if columns.shape != seen:  # a column is one token's, and the bound covers every head
         raise ImpressError(
             f"quality: probe codec {policy.probe!r} scored {columns.shape} heads and tokens of "
             f"{seen}: use one that scores all"
@@ -216,12 +216,12 @@ def _(policy: Contiguous, asked: Asked) -> Selection:
     return unit_choice(columns.reshape(-1, policy.unit).sum(axis=1), asked.n_tokens, policy.keep)
 
 
-#: Identifiers of impress's own, by class of policy: before anybody registers others.
+#: Impress's own identifiers by class of policy, before anybody registers others.
 OWN: Final = dict(select.registry)
 
 
 def check_fits(policy: Any, geometry: Geometry, window: int) -> None:
-    """Raises BadInput on a policy that can never be kept to on such rows, in such windows."""
+    """Raises BadInput on a policy that can never be followed with such rows and windows."""
     if isinstance(policy, Contiguous):
         _check_unit(policy, window)
     codec = None if policy.probe is None else codec_of(policy.probe)
@@ -253,7 +253,7 @@ def _check_unit(policy: Contiguous, window: int) -> None:
 
 
 def leaves_room(policy: Any, asked: Asked) -> bool:
-    """Whether a byte cap lets rows be chosen: at least a window, beside what is read for that."""
+    """Whether a byte cap leaves room to choose rows: at least a window, beside what that reads."""
     return not isinstance(policy, Quality) or asked.room(policy.max_bytes) >= asked.window
 
 
@@ -284,7 +284,7 @@ def _importance(asked: Asked, who: str) -> Floats:
 
 
 def _scorer(asked: Asked) -> Scorer:
-    """Scores by the probe records."""
+    """Scores from the probe records."""
     codec, geometry = asked.codec, asked.geometry
     if codec is None or asked.records is None:
         raise ImpressError("this policy needs probe records")

@@ -1,6 +1,6 @@
 """Probe codecs: small records of a layer's keys, by which rows are chosen without reading rows.
 
-A record is `probe_bytes` per group of `group` tokens, group-major, made of whole windows as they
+A record is `probe_bytes` per group of `group` tokens, group-major, made from whole windows as they
 are put. A codec's name is stored with the records: what it means never changes, a new layout
 takes a new name. torch is imported only to score.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 #: Query heads whose keys the paper probes (section 4.3).
 PROBE_HEADS: Final = 3
-#: Bytes of a codec's name, in a span's header.
+#: Most bytes of a codec's name, in a span's header.
 MOST_NAME: Final = 32
 #: Tokens encoded at once: bounds the float32 scratch.
 _BLOCK_TOKENS: Final = 256
@@ -64,7 +64,7 @@ class ProbeCodec(Protocol):
         """Records uint8 [m / group, probe_bytes] of one layer's keys [n_kv_heads, m, head_dim].
 
         keys: torch tensor or NumPy array of the store's dtype, or its raw words; m whole groups.
-        params: what the codec's `fit` made (see `fitted`), None for the others.
+        params: what the codec's `fit` made (see `fitted`), None for other codecs.
         """
 
     def score(
@@ -74,7 +74,7 @@ class ProbeCodec(Protocol):
         """Scores of the first query heads, as many as the codec covers, some heads at a time.
 
         records uint8 [groups, probe_bytes], contiguous, NumPy (writeable) or torch; query
-        [n_heads, q, head_dim] of all heads. What is yielded is the taker's to overwrite.
+        [n_heads, q, head_dim] of all heads. The caller may overwrite what is yielded.
         """
 
 
@@ -201,7 +201,7 @@ _CODECS: Final[dict[str, ProbeCodec]] = {
     )
 }
 
-#: Codecs of impress's own, by name: before anybody registers others.
+#: Names of impress's own codecs, before anybody registers others.
 OWN: Final = frozenset(_CODECS)
 
 
@@ -214,8 +214,8 @@ def codec_of(name: str) -> ProbeCodec:
 
 
 def encoded(codec: ProbeCodec, keys: Any, geometry: Geometry, params: bytes | None = None) -> Bytes:
-    """Records of one layer's keys, as `ProbeCodec.encode` has them. Raises ImpressError on others:
-    read by, they would be those of other tokens."""
+    """Records of one layer's keys, as `ProbeCodec.encode` specifies them. Raises ImpressError on
+    others: read as if they were such, they would be those of other tokens."""
     made = codec.encode(keys, geometry, params)
     wanted = (keys.shape[1] // codec.group, codec.probe_bytes(geometry))
     if not isinstance(made, np.ndarray) or made.dtype != np.uint8 or made.shape != wanted:
@@ -228,7 +228,7 @@ def encoded(codec: ProbeCodec, keys: Any, geometry: Geometry, params: bytes | No
 
 def register(codec: ProbeCodec) -> None:
     """Make a codec known by its name. Raises ImpressError when the name is taken, or cannot be
-    stored with the records, or a group is of no tokens."""
+    stored with the records, or a group has no tokens."""
     if not codec.name.isascii() or not 0 < len(codec.name) <= MOST_NAME:
         raise ImpressError(f"probe codec {codec.name!r}: its name wants 1 to 32 ASCII characters")
     if codec.group < 1:

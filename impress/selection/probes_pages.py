@@ -1,4 +1,4 @@
-"""Pages of keys as their least and most by channel: an upper bound of every score in a page.
+"""Pages of keys as the least and most of each channel: an upper bound on every score in a page.
 
 From Quest (arXiv 2406.10774, section 3): for a channel q of the query, no key of the page adds more
 than max(q · least, q · most). A record is [least of the heads][most of the heads], float16 each,
@@ -31,7 +31,7 @@ _BLOCK_PAGES: Final = 64
 class MinMax:
     """Least and most of each channel over `group` tokens, rounded outwards to float16.
 
-    Keys beyond float16's range become infinite, and so does the bound: it stays one.
+    Keys beyond float16's range become infinite, and so does the bound, which still holds.
     """
 
     name: str
@@ -72,7 +72,7 @@ class MinMax:
 
 
 def _outwards(values: Floats, towards: float) -> npt.NDArray[np.float16]:
-    """float16 values that are not on the inner side of these."""
+    """float16 values equal to these, or past them in the direction of `towards`."""
     with np.errstate(over="ignore"):
         near = values.astype(np.float16)
         short = near.astype(np.float32) > values if towards < 0 else near < values

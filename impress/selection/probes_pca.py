@@ -46,13 +46,13 @@ MOST_DIMS: Final = 512
 #: Coefficients that share a scale.
 GROUP: Final = 32
 BITS: Final = 4
-#: Tokens a fit looks at, spread over those given; and encoded at once.
+#: Tokens a fit looks at, spread over those given; and tokens encoded at once.
 FIT_TOKENS: Final = 4096
 _BLOCK_TOKENS: Final = 512
 
 _MAGIC: Final = b"impPCA1\0"
-#: Magic, digest of what follows, sizes. Nothing reads the digest: all layers' parameters together
-#: are named by one (impress.spans.params).
+#: Magic, digest of what follows, sizes. Nothing reads this digest: one digest names all layers'
+#: parameters together (impress.spans.params).
 _HEADER: Final = struct.Struct("<8s16s4I")
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 #: Keeps int32 sums in range (127 · 15 · ratio · head_dim / 2) for heads of up to 2,048.
 _MOST_RATIO: Final = 1024.0
-#: Up to so many rows, products are made codes first.
+#: Up to this many rows, products are made codes first.
 _FEW_ROWS: Final = 32
-#: Least heads for integer products: over a single dimension, half of two, torch's are garbage.
+#: Least head_dim for integer products: over one dimension, half of two, torch's are garbage.
 _LEAST_DIM: Final = 3
 
 
@@ -52,8 +52,8 @@ def code_product(rows: torch.Tensor, n: int, bits: int, dtype: str, take: Take) 
 def device_products(
     rows: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: str
 ) -> torch.Tensor:
-    """As FloatProduct, of some KV heads at once: rows float32 [heads, r, dim] on packed codes uint8
-    [n, heads, bytes] with scales float32 [heads, n]; float32 [heads, r, n]."""
+    """As FloatProduct, for some KV heads at once: rows float32 [heads, r, dim] on packed codes
+    uint8 [n, heads, bytes] with scales float32 [heads, n]; float32 [heads, r, n]."""
     n, heads, dim = len(packed), len(rows), rows.shape[-1]
     rows = rows.to(sketch_dtype(rows.device.type, dtype))
     codes = torch_module().empty(n * heads, dim, dtype=packed.dtype, device=packed.device)
@@ -65,7 +65,7 @@ def device_products(
 
 
 class FloatProduct:
-    """Codes made floats of the rows' dtype, on their device: runs everywhere."""
+    """Products of codes made floats of the rows' dtype, on their device: runs everywhere."""
 
     def __init__(self, rows: torch.Tensor, n: int, bits: int, take: Take) -> None:
         module = torch_module()
@@ -107,8 +107,8 @@ class HalvesProduct:
 
         q_hi·hi + q_lo·lo = (q_hi / 16)·x + (q_lo − q_hi / 16)·lo + 8 Σ q_hi
 
-    The two products are made with steps whose ratio is whole, and add up as integers. It is one for
-    all rows of a head, which are first made of one size.
+    The two products are made with steps whose ratio is whole, so they add up as integers. The ratio
+    is the same for all rows of a head, which are first scaled to one size.
     """
 
     def __init__(self, rows: torch.Tensor, n: int, take: Take) -> None:
@@ -148,8 +148,8 @@ class HalvesProduct:
 class _Dots:
     """Integer products of rows int8 [r, k] with codes [n, k] as float32 [r, n], reused.
 
-    With few rows, codes come first: they are then read as they lie, where rows first rearranges
-    them, and a product with the identity turns what comes out the way softmax wants it.
+    With few rows, codes come first: they are then read as they lie, where rows first would
+    rearrange them, and a product with the identity turns the result the way softmax wants it.
     """
 
     def __init__(self, r: int, n: int, n_parts: int, take: Take) -> None:
@@ -173,7 +173,7 @@ class _Dots:
         module._int_mm(*pair, out=self._parts[part])
 
     def add(self, ratio: int) -> None:
-        """The second part, times a whole number, to the first."""
+        """Add the second part, times a whole number, to the first."""
         self._parts[0].add_(self._parts[1], alpha=ratio)
 
     def floats(self, steps: torch.Tensor) -> torch.Tensor:
@@ -202,8 +202,8 @@ def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _peaks(rows: torch.Tensor) -> torch.Tensor:
-    """The largest of each row, [n_kv, r, 1]: by that of all, a small row would be rounded away,
-    and no estimate would tell of it."""
+    """The largest of each row, [n_kv, r, 1]: by the largest of all, a small row would be rounded
+    away, and no estimate would tell of it."""
     return rows.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30)
 
 

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 #: Bit fields a code is cut into, lowest first: each divides a byte.
 _FIELDS: Final = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-#: Where the outermost level stands, of the largest value: the least squared error for Gaussians.
+#: The outermost level as a share of the largest value: for the least squared error on Gaussians.
 _CLIP: Final = {1: 0.6, 2: 0.75, 3: 0.9, 4: 1.0, 8: 1.0}
 #: Squared error in units of scale² (1/12 for a uniform error), for Gaussians of 32..128 dims.
 ERROR_OF_BITS: Final = {1: 1.8 / 12, 2: 1.48 / 12, 3: 1.2 / 12, 4: 1.06 / 12}
@@ -54,7 +54,7 @@ def quantise(values: Floats, bits: int, group: int) -> tuple[Bytes, npt.NDArray[
     """Codes uint8 [..., length] and scales float16 [..., n_scales] of values [..., length].
 
     Error: at most half a scale for values within the outermost level, which is the largest value
-    at 4 bits, and less of it at fewer. Values beyond float16's range are clipped.
+    at 4 bits, and a smaller share of it at fewer. Values beyond float16's range are clipped.
     """
     length, half = values.shape[-1], 1 << (bits - 1)
     n = n_scales(length, group)
@@ -119,7 +119,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, bits: int, group: int)
 def records_tensor(records: Any, device: torch.device) -> torch.Tensor:
     """Probe records uint8 [groups, probe_bytes] on a device; no copy of host memory.
 
-    A NumPy array must be writeable memory (torch warns otherwise); it is not written.
+    A NumPy array must be writeable memory (torch warns otherwise); it is not written to.
     """
     module = torch_module()
     tensor = module.from_numpy(records) if isinstance(records, np.ndarray) else records

@@ -2,7 +2,7 @@
 
 On the host scores are made and consumed one KV head at a time, so that scratch memory is bounded by
 one head's keys and scores, never a layer's: [query rows of its group, n tokens] float32. On a
-device, which a kernel for each head would keep waiting for its launches, as many heads at a time as
+device, which would wait for the launches of a kernel for each head, as many heads at a time as
 `MOST_BYTES` hold.
 
     column sums: c[h, t] = Σ over query rows r of exp(s[h, r, t] − log Z[h, r])
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 #: Query rows scored at once: bounds the scores of one KV head.
 MOST_ROWS = 256
-#: Scores of several KV heads at once, on a device (an H200 took 30 ms a layer head by head, while
-#: eight threads copied: some 200 launches).
+#: Bytes of scores of several KV heads made at once, on a device (an H200 took 30 ms a layer head by
+#: head, while eight threads copied: some 200 launches).
 MOST_BYTES = 64 << 20
 #: Keys converted to float32 at once where the processor has no product of their dtype.
 BLOCK_TOKENS = 2048
@@ -42,11 +42,11 @@ MOST_NOISE = -LEAST_EXPONENT
 
 
 class Scored(NamedTuple):
-    """Scores of some consecutive query heads: the taker's to overwrite, until it takes the next.
+    """Scores of some consecutive query heads, the taker's to overwrite until it takes the next.
 
     `scores` float32 [heads, q, n], scaled; `noise` float32 [heads, q]: the variance of their error
-    (a sketch's), mean over tokens, None where they are those of the stored keys. `uneven` float32
-    [n] or [heads, n]: by what share of that mean a token's own variance is more, 0 where it is
+    (a sketch's), mean over tokens, None for scores of the stored keys. `uneven` float32
+    [n] or [heads, n]: by what share of that mean a token's own variance exceeds it, 0 where it is
     less; None where only the mean is known.
     """
 
@@ -64,7 +64,7 @@ def key_scores(
 ) -> Iterator[Scored]:
     """Scores of query [heads, q, dim] on keys [kv_heads, n, dim], some KV heads at a time.
 
-    Query heads i·heads_per_kv and on, as many as there are, read KV head i. Any strides; same
+    Query heads from i·heads_per_kv on, as many as there are, read KV head i. Any strides; same
     device. The product is made in the keys' dtype where the processor has it (16-bit scores are
     then rounded to that dtype), else in float32, block by block.
     """
@@ -97,7 +97,7 @@ class Product:
     """rows [r ≤ most_rows, dim] · keys [n, dim] as float32 [r, n], overwritten by the next call.
 
     16-bit products are taken keys first, which reads token-major keys as they lie, where rows
-    first copies them.
+    first would copy them.
     """
 
     def __init__(self, most_rows: int, n: int, like: torch.Tensor, take: Take) -> None:
@@ -192,11 +192,11 @@ def _fold(
 
 
 def _raised(sums: torch.Tensor, noise: torch.Tensor, uneven: torch.Tensor) -> torch.Tensor:
-    """Column sums [heads, n], which are overwritten, with those of tokens that a sketch knows less
-    well than the mean raised by what they are short of, for rows of the mean noise.
+    """Column sums [heads, n], which are overwritten: those of tokens that a sketch knows less well
+    than the mean are raised by what they are short of, for rows of the mean noise.
 
-    Of keys a tenth of which were three times as large, a choice by the mean alone missed .058 where
-    it said .048. Never lowered: where tokens differ little, this is the mean's estimate.
+    With keys a tenth of which were three times as large, a choice by the mean alone missed .058
+    where it said .048. Never lowered: where tokens differ little, this is the mean's estimate.
     """
     left = (MOST_NOISE - noise.amax(dim=-1)).clamp_(min=0)  # what `_fold` has not raised by
     more = noise.mean(dim=-1)[:, None] * uneven
@@ -208,13 +208,13 @@ def suffix_lse_of(query: torch.Tensor, new_keys: torch.Tensor, scaling: float) -
 
     query [n_heads, q, dim]; new_keys [n_kv_heads, m, dim], m ≥ q, the query's own tokens last:
     row i sees the first m − q + i + 1. In float32: a score of hundreds, rounded to 16
-    bits, makes this weight wrong by a factor, the true missing mass with it.
+    bits, makes this weight wrong by a factor, and the true missing mass with it.
     """
     module = torch_module()
     query, new_keys = (given.detach().to(module.float32) for given in (query, new_keys))
     q, m = query.shape[1], new_keys.shape[1]
     blocks = []
-    for at in range(0, max(q, 1), MOST_ROWS):  # of all rows at once, scores take the square of q
+    for at in range(0, max(q, 1), MOST_ROWS):  # for all rows at once, scores take the square of q
         rows = query[:, at : at + MOST_ROWS]
         seen = m - q + at + rows.shape[1]
         future = module.ones(rows.shape[1], seen, dtype=module.bool, device=query.device)

@@ -1,8 +1,8 @@
-"""Memory that is used again: on the way to a selection, fresh pages cost as much as arithmetic.
+"""Reused memory: on the way to a selection, fresh pages cost as much as arithmetic.
 
 A free list per device, bounded; what does not fit is freed. Safe from any thread: a buffer is in
-one place only, and list.append and list.pop are atomic. On CUDA it is one per stream: a buffer is
-back when the work on it has been launched, and only what its own stream does next comes after that.
+one place only, and list.append and list.pop are atomic. On CUDA there is one per stream: a buffer
+is back when the work on it has been launched, and only what its own stream does next comes after.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from impress.spans.rows import torch_module
 if TYPE_CHECKING:
     import torch
 
-#: Bytes kept of one device while nobody uses them, and buffers.
+#: Most bytes, and buffers, kept for one device while nobody uses them.
 MOST_BYTES: Final = 32 << 20
 MOST_BUFFERS: Final = 16
 
@@ -53,7 +53,7 @@ def scratch(device: torch.device) -> Iterator[Take]:
 
 
 def _place(device: torch.device) -> str:
-    """Of a free list: what is launched from one comes in order."""
+    """The name of a free list: work launched with memory of one runs in order."""
     if device.type != "cuda":
         return str(device)
     return f"{device} {torch_module().cuda.current_stream(device).cuda_stream}"

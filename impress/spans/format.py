@@ -1,7 +1,7 @@
 """Span records v1: the bytes of a header record on disk and of an index value (docs/FORMAT.md).
 
-Pure encode and decode. Everything is little-endian and carries its checksum; whatever does not
-decode is FormatError, never a guess.
+Pure encode and decode. Everything is little-endian and carries its checksum; bytes that do not
+decode raise FormatError, never a guess.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIXED = struct.Struct("<8sHHI16s32s32s32s32sQIII12sHHHHIIQ")
 _SECTION = struct.Struct("<HHIQQQ")
 _PART = struct.Struct("<IIQQ")
 _INDEX = struct.Struct("<HHHHIIII32s32s32s32sIIQQ")
-_META = struct.Struct("<152xI4xQQ")  # its last three
+_META = struct.Struct("<152xI4xQQ")  # the last three of _INDEX
 _PLACE = struct.Struct("<8xI12x32x32s32s32s")  # the four fields of _INDEX that opening needs
 _PROBE = struct.Struct("<32sII32s")
 _MOST_SECTIONS = 64
@@ -46,7 +46,7 @@ _ORDERS: Final = {ORDER_POSITION: (), ORDER_PACKED: (ORDER,)}  # and the section
 
 @dataclass(frozen=True, slots=True)
 class SpanRecord:
-    """What the index keeps of a span: its place in a prefix and on the medium."""
+    """What the index keeps about a span: its place in a prefix and on the medium."""
 
     span_id: int  # also its generation: ids only ever grow
     namespace: bytes
@@ -67,7 +67,7 @@ class SpanRecord:
 
     @property
     def owned_bytes(self) -> int:
-        """Of its segments: its header's, too."""
+        """Bytes of segments that it owns, its header's included."""
         return self.data_bytes + self.meta.length
 
     @property
@@ -81,7 +81,7 @@ class ProbeRecord:
     """What one probe codec made of a span's keys, in all layers; see impress.selection.probes."""
 
     codec: str  # ASCII, at most 32 bytes
-    group: int  # tokens a group, divides the window
+    group: int  # tokens in a group; divides the window
     group_bytes: int
     params: bytes = bytes(32)  # digest of the parameters it was made with; zeros: none
 
@@ -110,7 +110,7 @@ class SpanHeader:
         return layout_of(self.geometry, record.window, record.n_windows, self.probes)
 
     def read_of(self, layer: int, plane: int, first: int, dest: Bytes) -> Read:
-        """Chunks of a plane, from `first` on, with their sums: as many as dest holds."""
+        """A read of a plane's chunks, from `first` on, with their sums: as many as dest holds."""
         layout = self.layout
         shape = layout.planes[plane]
         at = layout.sums_at(layer, plane, first)
@@ -128,7 +128,7 @@ def layout_of(
 
 
 def meta_bytes(n_parts: int, n_windows: int, window: int, n_layers: int, n_sums: int) -> int:
-    """An upper bound for a header record, known when a writer opens."""
+    """An upper bound on a header record's bytes, known when a writer opens."""
     n_rows = n_windows * window
     body = n_parts * _PART.size + n_windows * 4 * window + n_rows * n_layers * 4
     body += order_bytes(n_layers, n_rows)
@@ -291,7 +291,7 @@ def extents_of(kept: bytes) -> list[Extent]:
     """The space a span owns, from a kept index value; cheap, for opening."""
     segment, off, length = _META.unpack_from(kept)
     rest = kept[_INDEX.size :]
-    if len(rest) == _PART.size:  # nearly always: a third of the time the general way takes
+    if len(rest) == _PART.size:  # nearly always so, and takes a third as long as the general way
         part_segment, _, part_off, part_length = _PART.unpack(rest)
         return [Extent(segment, off, length), Extent(part_segment, part_off, part_length)]
     parts = [Extent(s, off, n) for s, _, off, n in _PART.iter_unpack(rest)]
@@ -299,13 +299,13 @@ def extents_of(kept: bytes) -> list[Extent]:
 
 
 def encode_extents(extents: Iterable[Extent]) -> bytes:
-    """What the index notes of a span that is to be erased: its space and nothing else."""
+    """What the index notes about a span that is to be erased: its space and nothing else."""
     raw = b"".join(_PART.pack(each.segment, 0, each.off, each.length) for each in extents)
     return raw + xxhash.xxh3_64_digest(raw)
 
 
 def decode_extents(raw: bytes) -> list[Extent]:
-    """The inverse. Raises FormatError."""
+    """The inverse of `encode_extents`. Raises FormatError."""
     if xxhash.xxh3_64_digest(raw[:-8]) != raw[-8:] or (len(raw) - 8) % _PART.size:
         raise FormatError("index: a damaged note of what is to be erased")
     return [Extent(segment, off, n) for segment, _, off, n in _PART.iter_unpack(raw[:-8])]

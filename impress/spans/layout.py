@@ -1,6 +1,6 @@
 """Where a span's rows lie: planes, chunks, pieces. Pure arithmetic (docs/FORMAT.md).
 
-A span's data is one logical space: for each layer its K plane, then its V plane; behind them any
+A span's data is one logical space: for each layer its K plane, then its V plane; after them any
 probe records. A plane is one chunk per window; a chunk is whole pieces; a piece is whole rows,
 padded to a multiple of 4 KiB. A probe record's chunk is one piece.
 """
@@ -31,7 +31,7 @@ class PlaneLayout:
 
     @classmethod
     def of(cls, row_bytes: int, window: int) -> PlaneLayout:
-        """The least power of two of rows with ≥ 4 KiB and ≤ 2 % padding, at most a window."""
+        """Fewest rows a piece, a power of two, with ≥ 4 KiB and ≤ 2 % padding; at most a window."""
         rows = 1
         while rows < window:
             padded = round_up(rows * row_bytes)
@@ -55,7 +55,7 @@ class SpanLayout:
     """Offsets in the data space of a span of `n_windows`, and places in its sums table.
 
     `planes` are K, V, then one per probe record. K and V alternate layer by layer; each probe
-    record follows behind them as a run of layers of its own.
+    record follows after them as a run of layers of its own.
     """
 
     planes: tuple[PlaneLayout, ...]
@@ -87,11 +87,11 @@ class SpanLayout:
         return self.n_layers * self.n_windows * sum(plane.pieces for plane in self.planes)
 
     def chunk_off(self, layer: int, plane: int, window: int) -> int:
-        """Data-space offset of one chunk's plane."""
+        """Data-space offset of one chunk of a plane."""
         return self._place(layer, plane, window, [p.chunk_bytes for p in self.planes])
 
     def sums_at(self, layer: int, plane: int, window: int) -> int:
-        """Index of one chunk's first piece in the sums table; in the order of the data space."""
+        """Index of one chunk's first piece in the sums table, which is in data-space order."""
         return self._place(layer, plane, window, [p.pieces for p in self.planes])
 
     def _place(self, layer: int, plane: int, window: int, sizes: list[int]) -> int:

@@ -2,8 +2,8 @@
 
 A packed span's rows are permuted inside *groups*, runs of whole windows that one tree node viewed
 when it was packed (the whole span at its first store); so a node's rows lie in its own chunks.
-On disk it is slot -> row, in memory row -> ordinal (the slot it lies in), both counted from the
-span's first row. Pure.
+On disk the order is slot -> row, in memory row -> ordinal (the slot it lies in), both counted from
+the span's first row. Pure.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Packed = npt.NDArray[np.unsignedinteger[Any]]  # uint16, uint32 from 65,537 rows
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """`ordinals` [n_layers, n_rows]: where each row lies. `epoch`: times it was made anew."""
+    """`ordinals` [n_layers, n_rows]: where each row lies. `epoch`: how often it was remade."""
 
     ordinals: Packed
     epoch: int = 0
 
     @classmethod
     def of(cls, slots: npt.NDArray[Any], epoch: int = 0) -> RowOrder:
-        """From `slots` [n_layers, n_rows]: the row in each slot. FormatError: no permutation."""
+        """From `slots` [n_layers, n_rows]: the row in each slot. FormatError: not a permutation."""
         ordinals = np.zeros(slots.shape, dtype=_word(slots.shape[1]))
         if slots.size and slots.max() >= slots.shape[1]:
             raise FormatError("row order: a row that the span does not have")
@@ -53,7 +53,7 @@ class RowOrder:
         return found
 
     def run(self, layer: int, first: int, count: int) -> Rows:
-        """Where `count` rows from `first` on lie: the caller's own."""
+        """Where `count` rows from `first` on lie; a copy, the caller's own."""
         return self.ordinals[layer, first : first + count].astype(np.int64)
 
     def slots(self, layer: int) -> Rows:
@@ -63,7 +63,7 @@ class RowOrder:
         return rows
 
     def encode(self) -> bytes:
-        """Slot -> row, layer by layer, as it stands on disk."""
+        """Slot -> row, layer by layer, as it is on disk."""
         layers = [self.slots(layer) for layer in range(len(self.ordinals))]
         return np.stack(layers).astype(_word(self.ordinals.shape[1]).newbyteorder("<")).tobytes()
 

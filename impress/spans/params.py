@@ -3,9 +3,9 @@
     STORE/shards/NAME/params/<64 hex digits>    all layers of one fit; written once, never changed
     STORE/shards/NAME/params/current.json       for the writer: (namespace, codec) -> digest
 
-A span's header names the digest its records were made with. Whoever reads them reads the file of
-that name and compares its digest: one that is missing or does not match gives no parameters, never
-wrong ones. Layouts are in docs/FORMAT.md.
+A span's header names the digest of the parameters its records were made with. A reader of those
+records reads the file of that name and compares its digest: a file that is missing or does not
+match gives no parameters, never wrong ones. Layouts are in docs/FORMAT.md.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Layers = tuple[bytes, ...]
 
 DIGEST_BYTES: Final = 32
 NONE: Final = bytes(DIGEST_BYTES)  # in a header: made without parameters
-#: One record at most; and all records of a store together, on disk and in memory.
+#: Most bytes of one record; and of all records of a store together, on disk and in memory.
 MOST_RECORD_BYTES: Final = 256 << 20
 MOST_BYTES: Final = 1 << 30
 
 _MAGIC: Final = b"IMPPARM1"
-_HEAD: Final = struct.Struct("<8sI4x")  # magic, layers; then u64 bytes of each
+_HEAD: Final = struct.Struct("<8sI4x")  # magic, number of layers; then the byte size of each as u64
 _CURRENT: Final = "current.json"
 _RECORD: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
@@ -50,7 +50,7 @@ def encode_params(layers: Sequence[bytes]) -> bytes:
 
 
 def decode_params(raw: bytes) -> Layers | None:
-    """The layers of a record; None when it is none."""
+    """The layers of a record; None when it is not a record."""
     if len(raw) < _HEAD.size:
         return None
     magic, n = _HEAD.unpack_from(raw)
@@ -68,12 +68,12 @@ def decode_params(raw: bytes) -> Layers | None:
 
 
 def digest_of(raw: bytes) -> bytes:
-    """What a record is called."""
+    """The digest that names a record."""
     return hashlib.blake2b(raw, digest_size=DIGEST_BYTES, person=b"impress-params").digest()
 
 
 class Params:
-    """The records of one shard. Thread-safe; only `forget` raises for what a disk does."""
+    """The records of one shard. Thread-safe; only `forget` raises on disk errors."""
 
     def __init__(
         self, folder: Path, *, write: bool, others: Callable[[], Iterable[Path]] = tuple
@@ -87,7 +87,7 @@ class Params:
         self._lock = threading.Lock()
         self._cached: OrderedDict[bytes, Layers] = OrderedDict()
         self._current = self._read_current()
-        # Of these nothing new is made: they are not here, or do not match their name.
+        # Nothing new is made with these: they are not here, or do not match their name.
         self._missing = {d for d in self._current.values() if not (folder / d.hex()).exists()}
         self._damaged = set[bytes]()  # everywhere: not read again, a hundred megabytes a request
         self.n_forgets = 0
@@ -100,7 +100,7 @@ class Params:
             return None if digest in self._missing else digest
 
     def namespaces(self) -> set[bytes]:
-        """Those to which something kept here was fitted."""
+        """Namespaces to which something kept here was fitted."""
         found = set()
         with self._lock:
             for key in self._current:
@@ -124,9 +124,9 @@ class Params:
     def add(
         self, namespace: bytes, codec: str, layers: Sequence[bytes], n_forgets: int
     ) -> bytes | None:
-        """Keep a fit: on stable storage, under its digest, when this returns; None when not.
+        """Keep a fit under its digest, returned once it is on stable storage; None if it is not.
 
-        `n_forgets`: as of its beginning. What it was fitted to may have been forgotten since.
+        `n_forgets`: as when the fit began. What it was fitted to may have been forgotten since.
         """
         raw = encode_params(layers)
         if not self._write or len(raw) > MOST_RECORD_BYTES or self._used() + len(raw) > MOST_BYTES:
@@ -156,11 +156,11 @@ class Params:
         return digest
 
     def forget(self, namespaces: Iterable[bytes]) -> None:
-        """Delete what was fitted to these namespaces' keys; their next fit starts anew.
+        """Delete what was fitted to these namespaces' keys; their next fit starts afresh.
 
-        Overwritten first: a basis tells something of the tokens it was fitted to. One that another
-        namespace has as well, whose first prompts had the same keys, stays for that. Raises
-        StoreFailed where the disk does not take that: the next call finds them still.
+        It is overwritten first: a basis tells something of the tokens it was fitted to. One that
+        another namespace has as well, as its first prompts had the same keys, stays for that one.
+        Raises StoreFailed where the disk refuses this: the next call still finds them.
         """
         begins = tuple(f"{namespace.hex()}/" for namespace in namespaces)
         with self._turn:
@@ -170,9 +170,9 @@ class Params:
             with self._lock:
                 gone = {key: d for key, d in current.items() if key.startswith(begins)}
                 left = {key: d for key, d in current.items() if key not in gone}
-                # Whose those are that no name is known of, as that file was damaged, nobody knows.
+                # Records no entry names, as that file was damaged: nobody knows whose they are.
                 lost = {*gone.values(), *kept} - set(left.values())
-                self._missing |= lost  # for nothing new, whatever comes of this
+                self._missing |= lost  # used for nothing new, whatever comes of this
                 for digest in lost:
                     self._cached.pop(digest, None)
             if not (gone or lost) or not self._write:
@@ -195,11 +195,11 @@ class Params:
 
     def retire(self, timeout_s: float) -> bool:
         """The folder is to be another's: nothing changes there any more. False: something does."""
-        self._retired = True  # first: whoever begins behind this does nothing
+        self._retired = True  # first: a call that begins after this does nothing
         return until(lambda: not self._turn.locked(), timeout_s)
 
     def _erase(self, digest: bytes) -> None:
-        """A record, and what a crash left of one that was being written. Raises OSError."""
+        """Erase a record, and what a crash left of it while it was written. Raises OSError."""
         for path in self._folder.glob(f"*{digest.hex()}*"):
             with path.open("r+b") as file:
                 file.write(bytes(path.stat().st_size))
@@ -208,7 +208,7 @@ class Params:
             path.unlink()
 
     def _kept(self) -> set[bytes]:
-        """Digests of the records that lie here, in part too. Raises StoreFailed."""
+        """Digests of the records that lie here, even in part. Raises StoreFailed."""
         names = list[str]()
         try:
             with suppress(FileNotFoundError):
@@ -251,8 +251,8 @@ class Params:
             return 0
 
     def _read_current(self, *, must: bool = False) -> dict[str, bytes]:
-        """Empty where there is none, or it is damaged, or cannot be read: then parameters are
-        fitted again. `must`: StoreFailed where it is there and cannot be read."""
+        """The digests in use; empty if the file is missing, damaged or unreadable: parameters are
+        then fitted again. `must`: StoreFailed where the file is there and cannot be read."""
         path = self._folder / _CURRENT
         try:
             said = json.loads(path.read_text())

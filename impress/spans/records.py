@@ -1,4 +1,4 @@
-"""What a span's record must be to be true: checks that need no medium. Pure."""
+"""Whether a span's record can be true: checks that need no medium. Pure."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _NOT_FINITE = {
     "float32": (0x7F800000, 0xFF800000),
 }
 
-#: Bytes of rows on their way from one place to another at once.
+#: Bytes of rows moved from one place to another at once.
 _BLOCK = 256 << 10
 
 
@@ -57,7 +57,7 @@ def check_rows(rows: Any, geometry: Geometry, head_dim: int, what: str) -> int:
 def check_layers(
     keys: Sequence[Any], values: Sequence[Any], n_rows: int, geometry: Geometry
 ) -> None:
-    """Lists over layers of n_rows keys and values. Touches no data. Raises BadInput."""
+    """Check lists, by layer, of n_rows keys and values. Touches no data. Raises BadInput."""
     wanted = (("keys", keys, geometry.head_dim), ("values", values, geometry.v_dim))
     for what, rows, dim in wanted:
         if not hasattr(rows, "__len__"):
@@ -129,7 +129,7 @@ def scatter_rows(
     data: Bytes, some: npt.NDArray[np.int64] | None, row_bytes: int, dest: Bytes,
     to: npt.NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """Dense rows to rows `to` of dest, -1 its last; `some`: only these."""
+    """Copy dense rows to rows `to` of dest, -1 being its last; `some`: only these."""
     rows, out = (memory.reshape(-1, row_bytes) for memory in (data, dest))
     if some is None:
         out[to] = rows
@@ -152,7 +152,7 @@ def move_rows(pieces: Bytes, rows: npt.NDArray[np.int64], plane: PlaneLayout, de
 
 
 def all_finite(data: Bytes, dtype: str) -> bool:
-    """No NaN and no infinity among these elements: two maxima over the raw words, no copy.
+    """Whether no element is NaN or infinite: two maxima over the raw words, no copy.
 
     Measured: isfinite().all() reads .9 GB/s, a maximum over words 5.7.
     """
@@ -169,7 +169,7 @@ def _loaded_torch() -> Any:
 
 
 def torch_module() -> Any:
-    """torch, or one line on how to get it."""
+    """torch; where it is missing, Unsupported with one line on how to get it."""
     try:
         import torch
     except ImportError:
@@ -180,13 +180,13 @@ def torch_module() -> Any:
 def as_tensor(data: Bytes, geometry: Geometry, n_rows: int, head_dim: int) -> torch.Tensor:
     """Dense token-major bytes as a strided view [n_kv_heads, n_rows, head_dim]; no copy."""
     module = torch_module()
-    if not n_rows:  # a selection may be empty; frombuffer refuses no bytes
+    if not n_rows:  # a selection may be empty; frombuffer refuses zero bytes
         shape = (geometry.n_kv_heads, 0, head_dim)
         nothing: torch.Tensor = module.empty(shape, dtype=getattr(module, geometry.dtype))
         return nothing
     heads = geometry.n_kv_heads
     flat = module.frombuffer(data, dtype=getattr(module, geometry.dtype))
-    # One call, not two: after each the interpreter is to be had back (see dense_bytes).
+    # One call, not two: after each, the interpreter must be got back (see dense_bytes).
     rows: torch.Tensor = flat.as_strided((heads, n_rows, head_dim), (head_dim, heads * head_dim, 1))
     return rows
 
@@ -205,8 +205,8 @@ class _Memory:
 def dense_bytes(out: torch.Tensor) -> Bytes | None:
     """The memory of a host tensor [heads, n, dim] that lies token-major; None if it does not.
 
-    Without a call of torch's: each lets go of the interpreter, and with I/O threads about it is got
-    back some 20 us later (measured: four calls a tensor were a third of starting a layer's reads).
+    Calls nothing in torch: each call lets go of the interpreter, and among I/O threads gets it back
+    some 20 us later (measured: four calls a tensor were a third of starting a layer's reads).
     """
     if out.device.type != "cpu" or not out.numel():
         return None
@@ -218,6 +218,6 @@ def dense_bytes(out: torch.Tensor) -> Bytes | None:
 
 
 def address_of(memory: Bytes) -> int:
-    """Of its first byte."""
+    """The address of its first byte."""
     address: int = memory.__array_interface__["data"][0]
     return address

@@ -1,4 +1,4 @@
-"""Tables of spans in use: read with the lease, kept under a share of the DRAM budget."""
+"""Tables of spans in use: read with the lease, kept within a share of the DRAM budget."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TableCache:
         def load(record: SpanRecord) -> None:
             results[record.span_id] = self._load(record)
 
-        with contextlib.suppress(Cancelled):  # the store was closed: late says it
+        with contextlib.suppress(Cancelled):  # the store was closed: `late` says so
             self._pool.submit(Lane.DEMAND, [partial(load, r) for r in missing]).wait(timeout_s)
         late = ReadFailed("late", f"ssd: a sums table took more than {timeout_s:g} s")
         for record in missing:

@@ -1,1 +1,1 @@
-"""Metadata in memory: the radix tree, the catalog, leases, who leaves first."""
+"""Metadata in memory: the radix tree, the catalog, leases, what leaves first."""

@@ -23,7 +23,7 @@ Leave = Callable[[list[SpanRecord]], None]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A pinned run of windows of one span: [first, first + count) of it, on a lease."""
+    """A pinned run of a span's windows, [first, first + count), on a lease."""
 
     record: SpanRecord
     first: int
@@ -42,7 +42,7 @@ class Catalog:
         self._kept: dict[int, bytes] = {}  # span -> index value without labels
         self._views = Views(lambda span: self._record(span).n_windows)
         self._pins: dict[int, int] = {}
-        self._heirs: dict[int, int] = {}  # replaced while pinned -> what its holders keep instead
+        self._heirs: dict[int, int] = {}  # span replaced while pinned -> the new one, pinned for it
         self._gone: set[int] = set()  # retired, its index value deleted: reclaim when unpinned
         self._tick = 0
 
@@ -54,12 +54,12 @@ class Catalog:
         return self._tick
 
     def lookup(self, root: bytes, labels: bytes) -> int:
-        """Windows stored of this prefix. Pure."""
+        """How many windows of this prefix are stored. Pure."""
         with self.lock:
             return self._tree.match(root, labels).n_windows
 
     def hold(self, root: bytes, labels: bytes, *, count: bool) -> list[Held]:
-        """Match and pin, in prefix order. `count`: this is a use, for heat and eviction."""
+        """Match and pin, in prefix order. `count`: it counts as a use, for heat and eviction."""
         held: list[Held] = []
         try:
             with self.lock:
@@ -73,15 +73,15 @@ class Catalog:
                         continue
                     one = Held(self._record(view.span), view.first, view.n_windows)
                     self._pins[view.span] = self._pins.get(view.span, 0) + 1
-                    held += [one]  # no signal comes between: that is looked for behind calls
+                    held += [one]  # no signal comes between: signals are looked for after calls
             return held
         except BaseException:
             self.release(held)
             raise
 
     def release(self, held: list[Held], keep: int = 0) -> bool:
-        """Unpin all but the first `keep`, which stay in the list; whether space may be reclaimed
-        now. What an exception cut off, the next call with this list does."""
+        """Unpin all but the first `keep`, which stay in the list; returns whether space may be
+        reclaimed now. If an exception cuts this off, the next call with this list does the rest."""
         with self.lock:
             while len(held) > keep:
                 self._unpin(held[-1].record.span_id)
@@ -92,8 +92,8 @@ class Catalog:
             return not self._gone <= self._pins.keys()
 
     def unheld(self, free: list[SpanRecord]) -> None:
-        """Out of tree and index, and held no more: their space is the caller's to reclaim. Noted in
-        `free` one by one: what an exception cuts off is still here, for the next call."""
+        """Spans out of tree and index that nobody holds any more: the caller reclaims their space.
+        Noted in `free` one by one; those an exception cuts off are left for the next call."""
         with self.lock:
             for span in self._gone - self._pins.keys():
                 self._forget(span, free)
@@ -101,10 +101,10 @@ class Catalog:
     # ---- a commit -------------------------------------------------------------------------
 
     def publish(self, record: SpanRecord, prefix: bytes) -> int:
-        """Make a READY span visible; the windows it added to the tree.
+        """Make a READY span visible; returns the windows it added to the tree.
 
-        `prefix`: labels from the root to the span's end. 0 when all of it is stored by now, -1
-        when its ancestors left the tree meanwhile: then the span is retired.
+        `prefix`: labels from the root to the span's end. 0 when all of it is stored already, -1
+        when its ancestors have left the tree meanwhile: then the span is retired.
         """
         with self.lock:
             self._keep(record.span_id, split_index(encode_index(record))[0])
@@ -119,8 +119,8 @@ class Catalog:
             return 0 if is_stored else -1
 
     def evict(self, n_bytes: int, score: Score, spare: Iterable[int] = ()) -> list[int]:
-        """Take leaves of least score out until spans of n_bytes are retired; their ids. Never of a
-        span that is held or spared. The lock is let go between batches."""
+        """Take out leaves of least score until spans of n_bytes are retired; returns their ids.
+        Never those of a span that is held or spared. The lock is released between batches."""
         retired, progress = list[int](), True
         while n_bytes > 0 and progress:
             with self.lock:
@@ -136,7 +136,7 @@ class Catalog:
         return retired
 
     def quarantine(self, span: int) -> list[int]:
-        """Take everything at and below a bad span out of the tree; spans retired by it."""
+        """Take everything at and below a bad span out of the tree; returns spans this retired."""
         retired = []
         with self.lock:
             children = self._tree.walker()
@@ -150,7 +150,7 @@ class Catalog:
         return retired
 
     def deleted(self, spans: Iterable[int], free: list[SpanRecord]) -> None:
-        """Their index values are gone for good. Takes out those that are held no more: `unheld`."""
+        """The index values of `spans` are gone for good. Takes out those nobody holds: `unheld`."""
         with self.lock:
             for span in spans:
                 if span not in self._kept:
@@ -165,13 +165,13 @@ class Catalog:
             return {*self._tree.roots}
 
     def bare_roots(self, spans: Iterable[int]) -> set[bytes]:
-        """Root keys of these retired spans that have nothing in the tree any more."""
+        """Of these retired spans' root keys, those with nothing in the tree any more."""
         with self.lock:
             roots = {place_of(self._kept[span])[1] for span in spans if span in self._kept}
             return roots - self._tree.roots.keys()
 
     def let_go(self, free: list[SpanRecord]) -> None:
-        """At the end: one's own that are out of the index, held or not: they can be reclaimed."""
+        """At the end: take out own spans that left the index, held or not, to be reclaimed."""
         with self.lock:
             for span in [span for span in self._gone if span in self.own]:
                 self._forget(span, free)
@@ -179,8 +179,8 @@ class Catalog:
     # ---- a repack -------------------------------------------------------------------------
 
     def hold_span(self, span: int, held: list[Held]) -> list[View]:
-        """Pin all of a span that is in the tree, noted in `held`; how nodes view it. []: it is not
-        there, and nothing is pinned."""
+        """Pin all of a span in the tree and note it in `held`; returns how nodes view it. []: it is
+        not there, and nothing is pinned."""
         with self.lock:
             if span not in self._views:
                 return []
@@ -190,16 +190,16 @@ class Catalog:
             return [self._tree.view(node) for node in self._tree.of_span(span)]
 
     def heat_of(self, span: int) -> tuple[int, int] | None:
-        """(leases, lease counter at the last), the most of its nodes; None: not in the tree."""
+        """(leases, lease counter at the last) of its most leased node; None: not in the tree."""
         with self.lock:
             nodes = self._tree.of_span(span)
             return max(((self._tree.hits[n], self._tree.used[n]) for n in nodes), default=None)
 
     def replace(self, old: int, record: SpanRecord) -> bool:
-        """Nodes that view `old` view this READY span of all their windows; old is retired.
+        """Make nodes that view `old` view this READY span of all their windows; retires old.
 
-        Whoever holds old keeps its bytes, and the new span from eviction, to the end. False when
-        old has left the tree: then the new one is retired.
+        Holders of old keep its bytes, and keep the new span from eviction, until they release it.
+        False when old has left the tree: then the new one is retired.
         """
         new = record.span_id
         with self.lock:
@@ -222,11 +222,11 @@ class Catalog:
     ) -> tuple[list[int], list[int]]:
         """Fill an empty catalog from index values in id order.
 
-        Returns ids of those that added nothing, retired; and of the damaged, passed over.
-        Spans hang from keys: where a span begins behind a window, that window's place is noted
-        when its own span is grafted. So nothing is compared but what really overlaps. Ids only
-        grow, so a span comes after those it hangs from; one that does not waits for the end. (By
-        id, not by depth: a path's nodes then lie near each other in memory.)
+        Returns ids of the spans that added nothing (retired), and of damaged ones (passed over).
+        Spans hang from keys: where a span begins after a window, that window's place is noted
+        when its own span is grafted. So only what really overlaps is compared. Ids only grow, so
+        a span comes after those it hangs from; one that does not is left to the end. (By id, not
+        by depth, so that a path's nodes lie near each other in memory.)
         """
         self._kept, labels, damaged = split_all(values, self.window)
         early, retired = list[tuple[int, int, bytes]](), list[int]()
@@ -241,13 +241,13 @@ class Catalog:
             for _, span, own in sorted(early):
                 if not self._replant(span, own, places, heat):
                     retired.append(span)
-            self._share(places.short, heat)  # at last: places are noted by views as they were
+            self._share(places.short, heat)  # last: places refer to the views before it
         return [span for span in retired if span not in self._views], damaged
 
     def _replant(
         self, span: int, labels: bytes, places: Places, heat: dict[int, tuple[int, int]]
     ) -> bool:
-        """Hang a loaded span where it belongs; False when it adds nothing, or nowhere is left."""
+        """Hang a loaded span where it belongs; False when it adds nothing or can hang nowhere."""
         first, root, before, after = place_of(self._kept[span])
         self._views.add(span)
         if not first:
@@ -261,7 +261,7 @@ class Catalog:
         if graft.added < n_windows:
             places.short.append((above, span, labels))
         if not graft.added:
-            if places.lacks(after):  # what hangs from its end hangs from where that lies
+            if places.lacks(after):  # spans that follow it hang from where its end lies
                 match = self._tree.match_below(above, labels)
                 last = self._tree.view(match.nodes[-1]).first + match.last_count - 1
                 places.of[after] = match.nodes[-1], last
@@ -272,7 +272,7 @@ class Catalog:
         return True
 
     def _share(self, short: list[Short], heat: dict[int, tuple[int, int]]) -> None:
-        """What `load` hung beside spans that have windows of it too. `short`: see Places."""
+        """Hook for loaded spans whose windows other spans have too. `short`: see Places."""
 
     def _warm(self, node: int, heat: tuple[int, int]) -> None:
         self._tree.hits[node], self._tree.used[node] = heat
@@ -281,7 +281,7 @@ class Catalog:
     # ---- looking --------------------------------------------------------------------------
 
     def heat(self) -> dict[int, tuple[int, int]]:
-        """Span -> (leases, lease counter at the last), the most of its nodes; leased ones only."""
+        """Span -> (leases, lease counter at the last) of its most leased node; leased ones only."""
         with self.lock:
             rows = self._tree.leased()
         return {span: (hits, used) for span, hits, used in rows}
@@ -325,7 +325,7 @@ class Catalog:
             }
 
     def dead(self) -> list[Dead]:
-        """What spans in the tree own of windows that are no longer in it: kept for the others."""
+        """What spans in the tree own for windows no longer in it: kept for their other windows."""
         with self.lock:
             rows = [(span, self._kept[span], n) for span, n in self._views.dead.items()]
         return [Dead.of(decode_index(span, kept), n) for span, kept, n in rows]
@@ -353,7 +353,7 @@ class Catalog:
             del self._pins[span]
 
     def _decoded(self, spans: Callable[[], Iterable[int]]) -> list[SpanRecord]:
-        """Copied under the lock and decoded without it: of 100,000 that takes half a second."""
+        """Copied under the lock and decoded without it: for 100,000 that takes half a second."""
         with self.lock:
             rows = [(span, self._kept[span]) for span in spans()]
         return [decode_index(span, kept) for span, kept in rows]
@@ -367,9 +367,9 @@ class Catalog:
         self._views.add(span)
 
     def _show(self, record: SpanRecord, prefix: bytes) -> int:
-        """Hang what is not stored yet of a span into the tree; the windows that this added."""
+        """Hang the part of a span not stored yet into the tree; returns the windows this added."""
         if record.first_window and record.root not in self._tree.roots:
-            return 0  # what it hangs from is gone: a root made for it would stay, and its name
+            return 0  # its ancestors are gone: a root made for it would stay, and so would its name
         above = self._tree.root(record.root)
         first, n_windows = record.first_window, record.n_windows
         graft = self._views.graft(self._tree, above, prefix, record.span_id, first, n_windows)
@@ -378,12 +378,12 @@ class Catalog:
         return graft.added
 
     def _claim(self, record: SpanRecord, match: Match) -> list[int]:
-        """On the way to a span's end, nodes that view it now instead of what they did."""
+        """Nodes on the way to a span's end that now view it instead of what they viewed."""
         return []
 
     def _give(self, node: int, record: SpanRecord, skip: int) -> bool:
-        """A node views this span, which lacks the first `skip` windows of the one before, instead;
-        True when that retired the one before."""
+        """Make a node view this span, which lacks the first `skip` windows of the one it viewed;
+        True when that retired the one it viewed."""
         return self._views.give(self._tree, node, record.span_id, skip, record.n_windows)
 
     def _remove(self, node: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which leaves of the tree leave home first. Pure.
+"""Which leaves are evicted from the tree first. Pure.
 
 all leaves ─score─> a batch of the least ─pop─> gone; its parent, if a leaf now, joins the batch
 """
@@ -29,12 +29,12 @@ Key = tuple[float, int, int, int]
 BATCH: Final = 1024
 #: Every span id there can be.
 ALL: Final = range(1 << 62)
-#: A share of rows needed below this counts as this: a span that is used is worth something.
+#: Smaller shares of needed rows count as this: a span that is used is worth something.
 LEAST_SHARE: Final = 1 / 1024
 
 
 class Leaves(NamedTuple):
-    """Nodes without children, in arrays of one length. `used`: as the tree's.
+    """Nodes without children, in arrays of one length. `used`: as in the tree.
 
     `end`: windows from the root to the leaf's end.
     """
@@ -48,7 +48,7 @@ class Leaves(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """A span of n_windows of which n_dead are in no node any more; n_bytes is what these own."""
+    """A span of n_windows, n_dead of which are in no node any more; n_bytes is what those own."""
 
     span: int
     n_dead: int
@@ -72,18 +72,18 @@ def by_uses(span: Ids, hits: Ids, used: Ids, end: Ids) -> Floats:
 
 
 def by_prefix(span: Ids, hits: Ids, used: Ids, end: Ids) -> Floats:
-    """LRU; of what was used last at once, the longest prefix."""
+    """LRU; of those last used at the same time, the longest prefix first."""
     return prefix_lru(used, end)
 
 
 class ByWorth:
     """Uses × mean share of rows that requests needed, fading with age; in log2.
 
-    Being stored counts as one use; a span nobody has leased yet is taken to be leased once, or it
-    would go before all that were. Uses fade from the last one on, by half every HALF_LIFE leases,
-    so that the order of two spans that are left alone never changes. `shares`: span -> mean share
-    of rows needed; a span without one has the mean of theirs: taken for the best, what is
-    not in memory since the store was opened would outlive what is in use.
+    Being stored counts as one use; a span nobody has leased yet counts as leased once, or it would
+    go before all that were. Uses fade from the last one on, by half every HALF_LIFE leases, so that
+    the order of two spans that are left alone never changes. `shares`: span -> mean share of rows
+    needed; a span without one gets the mean of theirs: given the best, spans that have not been in
+    memory since the store was opened would outlive spans in use.
     """
 
     def __init__(self, shares: Mapping[int, float]) -> None:
@@ -100,7 +100,7 @@ class ByWorth:
 
 
 def score_of(eviction: str, shares: Mapping[int, float]) -> Score:
-    """What `Config.eviction` says. Raises KeyError for a name it does not have."""
+    """The score that `Config.eviction` names. Raises KeyError for a name that is not known."""
     scores: dict[str, Score]
     scores = {
         "lru": by_last_use, "lfu": by_uses, "prefix-lru": by_prefix, "importance": ByWorth(shares),
@@ -119,8 +119,8 @@ def least(
 
     At most about `limit`.
 
-    Whoever iterates removes each before asking for the next: then its parent may be one. Ends
-    where a leaf that was not looked at might score less: begin again for more. Vectorised.
+    The caller removes each before asking for the next, so that its parent may become one. Ends
+    where a leaf not looked at might score less: call again for more. Vectorised.
     """
     nodes = tree.leaves()
     leaves = Leaves(nodes, *tree.columns(nodes))
@@ -163,7 +163,7 @@ def _key(score: Score, node: int, span: int, hits: int, used: int, end: int) -> 
 def crowned(
     tree: RadixTree, held: Collection[int], score: Score, own: range, children: Walker
 ) -> Iterator[int]:
-    """Nodes of one's own from which only others' hang that nobody holds, least score first."""
+    """Own nodes from which only others' spans hang, none of them held; least score first."""
     nodes = tree.nodes()
     spans = tree.columns(nodes)[0]
     theirs = nodes[(spans < own.start) | (spans >= own.stop)]

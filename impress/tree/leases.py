@@ -1,4 +1,4 @@
-"""Leases that are out. None pins for ever: what its holder never released, the store takes back."""
+"""Leases that are out. None pins for ever: the store takes back what a holder never released."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Expirable(Protocol):
     started_s: float
 
     def expire(self) -> bool:
-        """Unpin for the holder; False when it has done so itself."""
+        """Unpin for the holder; False when the holder has done so itself."""
 
 
 class Leases:
-    """Thread-safe. A lease is taken back `grace_s` after it expired at `timeout_s`.
+    """Thread-safe. A lease is taken back `grace_s` after it expires at `timeout_s`.
 
-    Reads begin before a lease expires only, and take at most `grace_s`: none is under way on space
-    that is reclaimed then. (One that is stuck for longer meets bytes of another checksum: a miss.)
+    Reads begin only before a lease expires, and take at most `grace_s`: none is under way on space
+    that is then reclaimed. (One that is stuck for longer meets bytes of another checksum: a miss.)
     """
 
     def __init__(self, timeout_s: float, grace_s: float, count: Callable[[int], None]) -> None:
         """`count` is told how many were taken back."""
         self.clock: Clock = monotonic
-        """Seconds of the clock that leases age by."""
+        """The clock that leases age by, in seconds."""
         self._count = count
         self._limit_s = timeout_s + grace_s
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class Leases:
             return len(self._out)
 
     def reap(self) -> None:
-        """Take back what has been out too long. Costs nothing when there is none."""
+        """Take back leases that have been out too long. Costs nothing when there are none."""
         late: list[Expirable] = []
         with self._lock:
             for lease in self._out:
@@ -64,7 +64,7 @@ class Leases:
             self._count(n)
 
     def ages(self) -> tuple[int, float]:
-        """(leases out, seconds the oldest has been)."""
+        """(leases out, seconds the oldest has been out)."""
         with self._lock:
             oldest = next(iter(self._out), None)
             return len(self._out), self.clock() - oldest.started_s if oldest else 0.0

@@ -1,13 +1,13 @@
 """One tree of several shards: a process's own spans, and those that others wrote and it follows.
 
-A prefix may go on from one span to another, whoever wrote them. Of windows that several processes
+A prefix may go on from one span to another, whoever wrote them. For windows that several processes
 stored, nodes view this one's own copy: what it stored depends on nobody else's. It evicts, purges
 and rewrites only its own spans. Another's leaves the tree once its writer has deleted it; others'
-with the same windows (a repacked copy, one stored at the same time) take its place first. What hung
-from it goes where none does: own spans are orphans, to be deleted; others' wait for another place.
+with the same windows (a repacked copy, one stored at the same time) take its place first. If none
+does, what hung from it goes: own spans are orphans, to be deleted; others' wait for another place.
 
     put ─admit─> in the tree ─withdraw─> out, what hung below: orphans (own), waiting (others')
-         └─ its end is here already, or its ancestors are not: it waits, also where nodes view a
+         └─ its end is here already, or its ancestors are not: it waits, even where nodes view a
             part of it; `retry` when the tree has changed
 """
 
@@ -31,8 +31,8 @@ class MergedCatalog(Catalog):
 
     def __init__(self, window: int, own: range) -> None:
         super().__init__(window, own)
-        self.waiting = Waiting()  # under the lock, but for `n_chances`
-        self._unplaced: set[int] = set()  # own ones to be kept, though they hang from nothing
+        self.waiting = Waiting()  # under the lock, except `n_chances`
+        self._unplaced: set[int] = set()  # own spans to be kept, though they hang from nothing
 
     # ---- following -------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ class MergedCatalog(Catalog):
         return added
 
     def knows(self, span: int, value: bytes | None = None) -> bool:
-        """Whether it still owns space, as far as this process has followed; by this index value."""
+        """Whether it still owns space (by this index value), as far as this process followed."""
         with self.lock:
             kept = self._kept.get(span)
         return kept is not None and (value is None or value.startswith(kept))
@@ -55,7 +55,7 @@ class MergedCatalog(Catalog):
         it. False: it waits. Raises FormatError.
 
         It waits where its last window is stored in another span (it may be wanted when that goes),
-        or its ancestors are not here. Of those spans that are `gone` it takes the places.
+        or where its ancestors are not here. It takes the places of those spans that are `gone`.
         """
         kept, labels = split_index(value, self.window)
         record, prefix = decode_index(span, kept, labels), before + labels
@@ -64,7 +64,7 @@ class MergedCatalog(Catalog):
                 return True  # evicted, or purged, a moment ago
             self._keep(span, kept)
             self._find(record, prefix)
-            self._show(record, prefix)  # the rest of it, where nodes view a part by now
+            self._show(record, prefix)  # the rest of it, where nodes view a part already
             if gone:
                 on_the_way = self._tree.match(record.root, prefix)
                 self._inherit(record, on_the_way, lambda other: other in gone)
@@ -81,7 +81,7 @@ class MergedCatalog(Catalog):
             return False
 
     def admit_stray(self, span: int, value: bytes) -> None:
-        """Another's span of which no place is known. Raises FormatError."""
+        """Another's span for which no place is known. Raises FormatError."""
         kept, _ = split_index(value, self.window)
         with self.lock:
             self._keep(span, kept)
@@ -91,7 +91,7 @@ class MergedCatalog(Catalog):
         self.waiting.stray(span, place_of(self._kept[span])[2])
 
     def _find(self, record: SpanRecord, prefix: bytes) -> None:
-        """Strays that begin behind windows of this span. `prefix`: labels from the root to its
+        """Find strays that begin after windows of this span. `prefix`: labels from the root to its
         end."""
         size, first = 4 * self.window, record.first_window
         keys = chain(record.key_before, prefix[first * size :], self.window)
@@ -100,8 +100,8 @@ class MergedCatalog(Catalog):
     def _inherit(
         self, record: SpanRecord, match: Match, takes_from: Callable[[int], bool]
     ) -> list[int]:
-        """Nodes on the way to a span's end that view a span it `takes_from` view it instead, as far
-        as it reaches; they are cut where needed, and what hangs from them stays. Those nodes."""
+        """Nodes on the way to a span's end that view one it `takes_from` are made to view it, as
+        far as it reaches, and cut where needed; what hangs from them stays. Returns those nodes."""
         tree, given = self._tree, []
         for node in match.nodes:
             span, first, n_windows = tree.view(node)
@@ -118,7 +118,7 @@ class MergedCatalog(Catalog):
         return given
 
     def _claim(self, record: SpanRecord, match: Match) -> list[int]:
-        """Of windows that others' spans have too, nodes view one's own; the others' wait. Else each
+        """For windows others' spans have too, nodes view one's own; the others' wait. Else each
         of two processes could take its own for superfluous, or lose them when the other evicts."""
         theirs = {}
         for node in match.nodes:
@@ -131,7 +131,7 @@ class MergedCatalog(Catalog):
         return given
 
     def _share(self, short: list[Short], heat: dict[int, tuple[int, int]]) -> None:
-        """Others' that another span covers wait; those that hang from nothing are strays."""
+        """Others' spans that another one covers wait; those that hang from nothing are strays."""
         for above, span, labels in short:
             if span in self.own:
                 match = self._tree.match_below(above, labels)
@@ -152,9 +152,9 @@ class MergedCatalog(Catalog):
         return self._give(node, record, first - (start - record.first_window))
 
     def withdraw(self, spans: Collection[int], gone: list[int] | None = None) -> list[int]:
-        """Take spans out of the tree, held or not, and all that hangs from them and from no heir.
+        """Take spans, held or not, out of the tree; where one has no heir, all that hangs from it.
 
-        Returns those of its own that are in no node any more, added to `gone` as it goes.
+        Returns own spans that are in no node any more, each added to `gone` as it goes.
         """
         gone = [] if gone is None else gone
         with self.lock:
@@ -172,8 +172,8 @@ class MergedCatalog(Catalog):
         return gone
 
     def _heir(self, node: int, theirs: Collection[int], children: Walker) -> SpanRecord | None:
-        """One of `theirs`, others' spans with dead windows, below a node that has its windows too.
-        (One's own views all that it has of such windows.)"""
+        """A span of `theirs` (others' with dead windows) below a node, if it has the node's windows
+        too. (Where one's own span has such windows, nodes view it already.)"""
         start = self._tree.end[self._tree.parent(node)]
         for below in self._tree.subtree(node, children) if theirs else ():
             span = self._tree.view(below).span
@@ -182,7 +182,7 @@ class MergedCatalog(Catalog):
         return None
 
     def n_heirs(self, spans: Collection[int]) -> int:
-        """How many of others' wait, and may be heirs, if any of one's own hangs from these."""
+        """How many of others' wait and may be heirs; 0 if none of one's own hangs from these."""
         with self.lock:
             nodes = self._tree.of_spans(spans).tolist() if self.waiting else []
             children = self._tree.walker()
@@ -198,15 +198,15 @@ class MergedCatalog(Catalog):
                 gone.append(span)
 
     def _let_wait(self, node: int, spans: Collection[int]) -> int:
-        """The span of a node that is to go; if it is none of these, and another's, it waits, also
-        where a node further up views it still."""
+        """The span of a node that is to go; if it is another's and not one of `spans`, it waits,
+        even where a node further up still views it."""
         span = self._tree.view(node).span
         if span not in spans and span not in self.own and span not in self.waiting:
             self._wait(span, self._before(node))
         return span
 
     def before(self, spans: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-        """Of those of these spans that are in the tree, or wait: labels from the root to each."""
+        """Those of these spans that are in the tree or wait, with labels from the root to each."""
         wanted = set(spans)
         with self.lock:
             found = [(self._tree.view(n).span, n) for n in self._tree.of_spans(wanted).tolist()]
@@ -218,8 +218,8 @@ class MergedCatalog(Catalog):
                     yield span, self._before(node)
 
     def labels_to(self, span: int, window: int) -> bytes | None:
-        """Labels from the root to a window at or before the first of a span's in the tree; None:
-        it is not in the tree."""
+        """Labels from the root to a window at or before a span's first one in the tree; None: the
+        span is not in the tree."""
         with self.lock:
             nodes = self._tree.of_span(span)
             if not nodes:
@@ -241,8 +241,8 @@ class MergedCatalog(Catalog):
     def retry(
         self, n: int, value_of: Callable[[int], bytes | None], gone: Collection[int] = ()
     ) -> int:
-        """Try the n spans that waited longest again, and strays that were found; how many are shown
-        now. `gone`: see admit. Raises StoreFailed; then those that were not tried wait on."""
+        """Try the n spans that waited longest again, and strays that were found; returns how many
+        are shown now. `gone`: see admit. Raises StoreFailed; then those not tried wait on."""
         shown, tried, todo, left = 0, 0, list[tuple[int, bytes]](), list[tuple[int, bytes]]()
         try:
             with self.lock:
@@ -253,7 +253,7 @@ class MergedCatalog(Catalog):
                     value = value_of(span)
                     if value is not None and self.knows(span, value):
                         shown += self.admit(span, value, before, gone)
-                except FormatError:  # of the index: it waits on; of the value: nobody finds it
+                except FormatError:  # in the index: it waits on; in the value: nobody finds it
                     left += [(span, before)] * (value is None)
                 tried += 1
         finally:
@@ -268,8 +268,8 @@ class MergedCatalog(Catalog):
         self.waiting.put(span, before, place_of(self._kept[span])[2])
 
     def quarantine(self, span: int) -> list[int]:
-        """As `Catalog.quarantine`; others' that hang from it wait for who fills its place, but the
-        bad one does not."""
+        """As `Catalog.quarantine`; others' spans that hang from it wait for one that fills its
+        place, but the bad one does not."""
         retired = []
         with self.lock:
             children = self._tree.walker()
@@ -289,19 +289,19 @@ class MergedCatalog(Catalog):
                 self.waiting.forget(span)
 
     def held_after(self, spans: range) -> list[int]:
-        """Of these: taken out by their writer, and still held here."""
+        """Those of these spans that their writer has taken out and that are still held here."""
         with self.lock:
             return [span for span in self._gone if span in spans]
 
     def known(self, spans: range) -> dict[int, bytes | None]:
-        """Those of these that it `knows`: their index values without labels; None: it is gone."""
+        """Those of these spans that it `knows` -> index value without labels; None: it is gone."""
         with self.lock:
             return {s: None if s in self._gone else v for s, v in self._kept.items() if s in spans}
 
     # ---- one's own -------------------------------------------------------------------------
 
     def evict(self, n_bytes: int, score: Score, spare: Iterable[int] = ()) -> list[int]:
-        """As `Catalog.evict`, of one's own spans; where only others' hang from one, they go too."""
+        """As `Catalog.evict`, for own spans; where only others' hang from one, they go too."""
         retired = super().evict(n_bytes, score, spare := {*spare})
         n_bytes -= sum(r.owned_bytes for r in self.retired_records(retired))
         if n_bytes <= 0 or not len(self.own):
@@ -318,8 +318,8 @@ class MergedCatalog(Catalog):
         return retired
 
     def keep_unplaced(self, spans: Iterable[int]) -> None:
-        """What these that `load` retired hang from could not be read: they are found when it can
-        be, and by a purge, and are the first to be evicted."""
+        """Keep these spans, which `load` retired as what they hang from could not be read: they are
+        found when it can be, and by a purge, and are the first to be evicted."""
         with self.lock:
             for span in spans:
                 if span in self._kept and span in self.own:
@@ -327,7 +327,7 @@ class MergedCatalog(Catalog):
                     self._stray(span)
 
     def evict_unplaced(self, n_bytes: int) -> list[int]:
-        """Those of n_bytes, to be deleted."""
+        """Take out unplaced spans of n_bytes; returns them, to be deleted."""
         gone = []
         with self.lock:
             while n_bytes > 0 and self._unplaced:
@@ -337,15 +337,15 @@ class MergedCatalog(Catalog):
         return gone
 
     def purge(self, roots: Collection[bytes]) -> list[int]:
-        """Take one's own spans under these root keys out of the tree, held or not; they, and
+        """Take one's own spans under these root keys out of the tree, held or not; returns them and
         unplaced ones. Raises StoreFailed."""
         gone, before = list[int](), set[int]()
-        # Again: a repack may have put a copy in the place of one between the two.
+        # In a loop: a repack may put a copy in a span's place after they are listed.
         while spans := {r.span_id for r in self.own_records() if r.root in roots}:
             if spans == before:  # what Ctrl-C cut off left spans without a node
                 raise StoreFailed("purge: the tree is torn: open the store again, then purge")
             before, todo = spans, sorted(spans)
-            for at in range(0, len(todo), BATCH):  # the lock is let go between batches
+            for at in range(0, len(todo), BATCH):  # the lock is released between batches
                 gone += self.withdraw({*todo[at : at + BATCH]})
         with self.lock:
             unplaced = {s for s in self._unplaced if place_of(self._kept[s])[1] in roots}
@@ -355,44 +355,44 @@ class MergedCatalog(Catalog):
         return [*gone, *unplaced]
 
     def retired_bytes(self, spans: Iterable[int] | None = None) -> int:
-        """What one's own spans (of these) hold that are in no node any more, until reclaimed;
-        unplaced ones stay."""
+        """Bytes held until reclaimed by own spans (of these) that are in no node any more; unplaced
+        ones stay."""
         with self.lock:
             retired = self._views.retired - self._unplaced
             these = retired if spans is None else retired.intersection(spans)
             return sum(self._record(span).owned_bytes for span in these if span in self.own)
 
     def untold(self) -> list[int]:
-        """Of one's own that are in no node and that nobody holds: those not yet deleted."""
+        """One's own spans that are in no node, that nobody holds and that are not yet deleted."""
         with self.lock:
             left = self._views.retired - self._unplaced - self._gone
             return [span for span in left if span in self.own and span not in self._pins]
 
     def own_records(self) -> list[SpanRecord]:
-        """Of one's own in the tree."""
+        """Records of one's own spans in the tree."""
         return self._decoded(lambda: (span for span in self._views if span in self.own))
 
     def all_records(self) -> list[SpanRecord]:
-        """Of one's own that still own space."""
+        """Records of one's own spans that still own space."""
         return self._decoded(lambda: (span for span in self._kept if span in self.own))
 
     def heat(self) -> dict[int, tuple[int, int]]:
-        """Of one's own."""
+        """As `Catalog.heat`, for one's own spans."""
         return {span: heat for span, heat in super().heat().items() if span in self.own}
 
     def own_dead(self) -> list[Dead]:
-        """Of one's own."""
+        """As `dead`, for one's own spans."""
         return [dead for dead in self.dead() if dead.span in self.own]
 
     def extents(self, spans: range | None = None) -> tuple[list[Extent], int]:
-        """All space that one's own spans, or these, own; and the largest id of them, 0: none."""
+        """All space that one's own spans, or these, own, and their largest id; 0: none."""
         these = self.own if spans is None else spans
         with self.lock:
             found = {span: kept for span, kept in self._kept.items() if span in these}
         return [e for kept in found.values() for e in extents_of(kept)], max(found, default=0)
 
     def views_of(self, spans: range) -> dict[int, int]:
-        """Of these spans, those in the tree: how many of their windows are."""
+        """Those of these spans that are in the tree -> how many of their windows are in it."""
         with self.lock:
             dead, these = self._views.dead, [span for span in self._views if span in spans]
             rows = [(span, self._kept[span], dead.get(span, 0)) for span in these]

@@ -1,4 +1,4 @@
-"""Nodes of the tree of prefixes: rows of parallel arrays, whole or not there.
+"""Nodes of the prefix tree: rows of parallel arrays, each there whole or not at all.
 
 Not objects: a million rows cost some 400 MB less and leave the garbage collector nothing to walk
 (measured: a full pass over a million slotted objects stops every thread for 1.28 s, over a list of
@@ -29,20 +29,20 @@ class Graft(NamedTuple):
 
 
 class Nodes:
-    """What `RadixTree` knows of each node, by its row. Rows that are free are taken again."""
+    """What `RadixTree` knows of each node, by its row. Free rows are used again."""
 
     def __init__(self, size: int) -> None:
         """`size`: bytes of a window's labels."""
         self._size = size
-        self._labels = np.empty(_FIRST_ROWS, dtype=object)  # bytes; no list: see above
+        self._labels = np.empty(_FIRST_ROWS, dtype=object)  # bytes; not a list: see above
         self._parent = array("q")
         self._child = array("q")  # NONE, the first child, or MANY: see radix.py
-        self._next = array("q")  # NONE, or the next child of the same list
+        self._next = array("q")  # NONE, or the next child in the same list
         self._span = array("q")  # NONE for a root, -2 for a free row
         self._first = array("q")
         self.end = array("q")  # windows from the root to the node's end
         self._n_children = array("q")
-        self.used = array("q")  # lease counter of the last lease through the node, or at its birth
+        self.used = array("q")  # lease counter at the last lease through the node, or at its birth
         self.hits = array("q")  # leases through the node
         self._columns = (
             self._parent, self._child, self._next, self._span, self._first, self.end,
@@ -51,7 +51,7 @@ class Nodes:
         self._free: list[int] = []
 
     def nodes(self) -> Ids:
-        """Ids of all nodes but roots, in no order. Pure."""
+        """Ids of all nodes except roots, in no particular order. Pure."""
         return np.flatnonzero(np.array(self._span) >= 0)
 
     def columns(self, nodes: Ids) -> tuple[Ids, Ids, Ids, Ids]:
@@ -71,7 +71,7 @@ class Nodes:
         return nodes[np.isin(found, np.fromiter(spans, dtype=np.int64, count=len(spans)))]
 
     def _new(self, label: bytes, parent: int, span: int, first: int) -> int:
-        """A row, or, where an exception comes in between, none."""
+        """Make a row; if an exception interrupts this, none is made."""
         end = 0 if parent == NONE else self.end[parent] + len(label) // self._size
         if self._free:
             node = self._free[-1]
@@ -105,7 +105,7 @@ class Nodes:
         return node
 
     def _unmake(self, node: int) -> None:
-        """A new row that nothing points at is free again; NONE: there was none."""
+        """Free a new row that nothing points at; NONE: there was none."""
         if node != NONE:
             self._labels[node], self._span[node] = b"", -2
             self._free += [node]

@@ -1,4 +1,4 @@
-"""Where windows lie that spans begin behind: what opening a store hangs its spans by."""
+"""Where the windows lie that spans begin after: by these, opening a store hangs its spans."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from impress.blockhash import chain
 from impress.errors import FormatError
 from impress.spans.format import place_of, split_index
 
-#: A span that added less than all of it: the node it begins behind, its id, its labels.
+#: A span that added less than all its windows: the node it begins after, its id, its labels.
 Short = tuple[int, int, bytes]
 
 
 class Places:
-    """Where windows lie that spans begin behind: key -> (node, window of its span)."""
+    """Where the windows lie that spans begin after: key -> (node, window of its span)."""
 
     def __init__(self, kept: Collection[bytes]) -> None:
         """From all index values: which keys are wanted, and whether any lies inside a span."""
@@ -21,14 +21,14 @@ class Places:
         self.short: list[Short] = []
         self._wanted = {before for first, _, before, _ in map(place_of, kept) if first}
         ends = {after for _, _, _, after in map(place_of, kept) if after in self._wanted}
-        self._inside = len(ends) < len(self._wanted)  # else no key but the last need be made
+        self._inside = len(ends) < len(self._wanted)  # else only a span's last key is needed
 
     def lacks(self, key: bytes) -> bool:
-        """Whether a span begins behind this key, and no place is noted of it."""
+        """Whether a span begins after this key, and no place is noted for it."""
         return key in self._wanted and key not in self.of
 
     def note(self, node: int, before: bytes, labels: bytes, after: bytes, window: int) -> None:
-        """The wanted windows of a span just grafted as `node`."""
+        """Note the places of the wanted windows of a span just grafted as `node`."""
         last = len(labels) // (4 * window) - 1
         if self._inside:
             for i, key in enumerate(chain(before, labels[: last * 4 * window], window)):
@@ -41,7 +41,7 @@ class Places:
 def split_all(
     values: Iterable[tuple[int, bytes]], window: int
 ) -> tuple[dict[int, bytes], list[bytes], list[int]]:
-    """Index values apart: span -> value without labels, their labels, ids of damaged ones."""
+    """Index values taken apart: span -> value without labels, their labels, ids of damaged ones."""
     kept: dict[int, bytes] = {}
     labels, damaged = [], []
     for span, value in values:

@@ -2,8 +2,8 @@
 
 Knows spans by number only; knows nothing of media.
 
-The children of a node are a list through `_next`: few, and the first is nearly always the one.
-More than _FEW hang in `_many` under a hash of parent and first window, alike hashes as a list.
+A node's children are a list linked by `_next`: few, and the first is nearly always the right one.
+More than _FEW hang in `_many` under a hash of parent and first window; equal hashes form a list.
 
     _child[node] → child → child → NONE              _many[hash] → child → NONE
 
@@ -23,7 +23,7 @@ import numpy as np
 from impress.tree.nodes import NONE, Graft, Ids, Nodes
 
 MANY: Final = -2
-#: Children a node may have before they are found by hash: a lookup tries them one by one.
+#: Children a node may have before they are found by hash: until then a lookup tries each in turn.
 _FEW: Final = 4
 
 #: Gives the children of a node: see RadixTree.walker.
@@ -64,7 +64,7 @@ class RadixTree(Nodes):
         return Match([], 0, 0) if node == NONE else self.match_below(node, labels)
 
     def match_below(self, node: int, labels: bytes) -> Match:
-        """The longest that is stored from a node on. Pure."""
+        """The longest stored prefix of `labels` from a node on. Pure."""
         nodes: list[int] = []
         off, end, size = 0, len(labels), self._size
         child_of, next_of, label_of = self._child, self._next, self._labels
@@ -105,7 +105,7 @@ class RadixTree(Nodes):
         return low
 
     def views(self, match: Match) -> list[View]:
-        """The spans' windows of a match, in order. Pure."""
+        """The windows of spans that a match covers, in order. Pure."""
         views = [self.view(node) for node in match.nodes]
         if views:
             views[-1] = views[-1]._replace(n_windows=match.last_count)
@@ -116,7 +116,7 @@ class RadixTree(Nodes):
         return View(self._span[node], self._first[node], len(self._labels[node]) // self._size)
 
     def label(self, node: int) -> bytes:
-        """The node's windows' labels, end to end; a root's key."""
+        """The labels of a node's windows, end to end; for a root, its key."""
         label: bytes = self._labels[node]
         return label
 
@@ -128,7 +128,7 @@ class RadixTree(Nodes):
         return np.flatnonzero((np.array(self._span) >= 0) & (np.array(self._n_children) == 0))
 
     def is_leaf(self, node: int) -> bool:
-        """Whether this node, no root, has no children."""
+        """Whether this node is not a root and has no children."""
         return self._span[node] >= 0 and self._n_children[node] == 0
 
     def hottest(self, limit: int) -> Ids:
@@ -144,7 +144,7 @@ class RadixTree(Nodes):
         return list(zip(*(column.tolist() for column in self.columns(rows)[:3]), strict=True))
 
     def children(self, node: int) -> list[int]:
-        """Vectorised over all nodes where there are many."""
+        """A node's children. Vectorised over all nodes where there are many."""
         if self._child[node] != MANY:
             return list(self._list(self._child[node]))
         mine = (np.array(self._parent) == node) & (np.array(self._span) >= 0)
@@ -152,7 +152,7 @@ class RadixTree(Nodes):
         return found
 
     def walker(self) -> Walker:
-        """`children`, for walks between which nodes only go: all are looked at once at most."""
+        """`children`, for walks while nodes are only removed: looks at all nodes at most once."""
         looked: list[tuple[Ids, Ids]] = []
 
         def children(node: int) -> list[int]:
@@ -167,7 +167,7 @@ class RadixTree(Nodes):
         return children
 
     def _scattered(self) -> tuple[Ids, Ids]:
-        """All nodes that are found by hash: (their parents, sorted; they)."""
+        """All nodes that are found by hash: (their parents, sorted; the nodes)."""
         nodes = self.nodes()
         parents = np.array(self._parent)[nodes]
         by_hash = np.array(self._child)[parents] == MANY
@@ -193,11 +193,11 @@ class RadixTree(Nodes):
         return node
 
     def graft(self, above: int, labels: bytes, span: int, start: int) -> Graft:
-        """Hang what is not stored yet of a span somewhere below node `above`.
+        """Hang the part of a span that is not stored yet somewhere below node `above`.
 
         `labels` continues from the end of `above`; its first `start` windows come before the
-        span. Adds nothing where everything is stored, or where those are not, nor where an
-        exception (no memory, Ctrl-C) cuts it off.
+        span. Adds nothing if all is stored, if those first windows are not, or if an exception
+        (no memory, Ctrl-C) cuts it off.
         """
         match = self.match_below(above, labels)
         if match.n_windows < start or match.n_windows * self._size == len(labels):
@@ -216,18 +216,18 @@ class RadixTree(Nodes):
         except BaseException:
             self._unmake(node)
             raise
-        # No signal comes between here and the end: that is looked for behind calls.
+        # No signal comes between here and the end: signals are looked for after calls.
         self.n_nodes += 1
         self.n_windows += graft.added
         return graft
 
     def end_at(self, node: int, window: int) -> tuple[int, int]:
-        """A node that ends just behind a window of its span, from one at or below that window.
+        """The node that ends right after a window of a span, from one at or below that window.
 
-        Cuts where it must; (the node, the span that was cut or NONE).
+        Cuts where it must; returns (the node, the span that was cut or NONE).
         """
         while self._first[node] > window:
-            node = self._parent[node]  # the same span's: an upper part keeps it as parent
+            node = self._parent[node]  # the same span's: a cut leaves the upper part as parent
         count = window - self._first[node] + 1
         if count * self._size == len(self._labels[node]):
             return node, NONE
@@ -241,16 +241,16 @@ class RadixTree(Nodes):
             hits[node] += 1
 
     def replace(self, node: int, by: int, skip: int) -> None:
-        """A node that views a span views another, which lacks its first `skip` windows."""
+        """Make a node view another span, which lacks the first `skip` windows of the one before."""
         self._span[node] = by
         self._first[node] -= skip
 
     def remove(self, node: int) -> None:
-        """Take a leaf out. What Ctrl-C cuts off leaves it in."""
+        """Take a leaf out. If Ctrl-C cuts this off, it stays in."""
         assert self._n_children[node] == 0 and self._span[node] >= 0, "only leaves go"
         parent, n_windows = self._parent[node], len(self._labels[node]) // self._size
         self._relink(node, self._next[node])
-        # No signal comes from here on: that is looked for behind calls, and as loops turn.
+        # No signal comes from here on: signals are looked for after calls, and as loops turn.
         self._n_children[parent] -= 1
         self.n_windows -= n_windows
         self.n_nodes -= 1
@@ -258,15 +258,15 @@ class RadixTree(Nodes):
         self._free += [node]
         if self._n_children[parent] == 0:
             self._child[parent] = NONE
-            if self._span[parent] == NONE:  # a root: there may be one of each user who ever came
+            if self._span[parent] == NONE:  # a root: there may be one for each user who ever came
                 del self.roots[self._labels[parent]]
                 self._labels[parent], self._span[parent] = b"", -2
                 self._free += [parent]
 
     def subtree(self, node: int, children: Walker | None = None) -> list[int]:
-        """A node and all below it, leaves last-in first-out: removable in the order given.
+        """A node and all below it, children before parents: removable in the order given.
 
-        `children`: of the one `walker` that serves several of them.
+        `children`: of a `walker` that serves several such calls.
         """
         found, todo, children = [], [node], children or self.walker()
         while todo:
@@ -286,7 +286,7 @@ class RadixTree(Nodes):
             node = self._next[node]
 
     def _link(self, parent: int, node: int) -> None:
-        """Hang a new node behind its parent's other children. What is cut off did nothing."""
+        """Hang a new node after its parent's other children. If cut off, it has done nothing."""
         if self._n_children[parent] == _FEW and self._child[parent] != MANY:
             self._scatter(parent)
         if self._child[parent] == MANY:
@@ -319,11 +319,11 @@ class RadixTree(Nodes):
         links = [*((child, NONE) for child in few), *links]
         todo = [*((self._next, at, to) for at, to in links), (self._child, parent, MANY)]
         changes = starmap(setitem, todo)
-        self._many |= heads  # no signal comes from here to behind the next call: no loop turns
+        self._many |= heads  # no signal comes from here until after the next call: no loop turns
         deque(changes, maxlen=0)
 
     def _relink(self, node: int, heir: int) -> None:
-        """What points at `node` from its list of children points at `heir` (or NONE) instead."""
+        """Make what points at `node` in its list of children point at `heir` (or NONE) instead."""
         parent = self._parent[node]
         many = self._child[parent] == MANY
         key = self._hash(node) if many else 0
@@ -390,6 +390,6 @@ class RadixTree(Nodes):
             if span >= 0:
                 children.setdefault(parent, []).append(node)
         todo = list(self.roots.values())
-        for node in todo:  # it grows
+        for node in todo:  # `todo` grows
             todo += children.get(node, [])
             yield node, children.get(node, [])

@@ -1,4 +1,4 @@
-"""How far a prompt matches what is stored, and what stands where it stops. Pure, over the tree."""
+"""How far a prompt matches what is stored, and what lies where it stops. Pure, over the tree."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """What is stored behind the match instead of the prompt's next window.
+    """What is stored after the match instead of the prompt's next window.
 
-    `same_tokens`: how many of that window's tokens agree before one differs; 0 too where either
-    window is known by a digest alone (`sealed`). `n_windows`: of the whole stored prompt, its
-    most leased way on taken at every fork; `hits`: leases through its last node.
+    `same_tokens`: how many of that window's tokens agree before one differs; also 0 where either
+    window is known by a digest alone (`sealed`). `n_windows`: of the whole stored prompt, taking
+    the most leased way on at every fork; `hits`: leases through its last node.
     """
 
     span: int
@@ -40,8 +40,8 @@ class Near:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """`n_ways`: different windows stored behind the match; `near` is the nearest of them, if any
-    and if the prompt goes on there. `tick`: the lease counter now."""
+    """`n_ways`: different windows stored after the match; `near` is the nearest of them, if there
+    are any and the prompt goes on there. `tick`: the lease counter now."""
 
     steps: tuple[Step, ...]
     n_windows: int
@@ -51,8 +51,8 @@ class Trace:
 
 
 class Branch(NamedTuple):
-    """A node of the tree, as `walk` shows it. Without labels: those of all paths together are as
-    many times the tree's as it is deep.
+    """A node of the tree, as `walk` shows it. Without labels: for all paths together they would be
+    as many times the tree's own as it is deep.
 
     `n_windows`: from the root to its end; `hits`: leases through it.
     """
@@ -68,7 +68,7 @@ def traces(
     tree: RadixTree, roots: Iterable[bytes], labels: bytes, size: int, tick: int
 ) -> dict[bytes, Trace]:
     """Follow whole windows of `size` bytes from each root. Changes nothing."""
-    children = tree.walker()  # one: where nodes have many children it looks at the whole tree
+    children = tree.walker()  # shared: where nodes have many children it looks at the whole tree
     return {root: _trace(tree, root, labels, size, tick, children) for root in roots}
 
 
@@ -89,7 +89,7 @@ def _trace(
 def _ways(
     tree: RadixTree, root: bytes, nodes: list[int], cut: int, children: Walker
 ) -> list[tuple[int, int]]:
-    """(node, where its label goes on) of everything stored right behind a match."""
+    """(node, where its label goes on) for everything stored right after a match."""
     if nodes and cut < len(tree.label(nodes[-1])):
         return [(nodes[-1], cut)]
     above = nodes[-1] if nodes else tree.roots.get(root, NONE)
@@ -104,7 +104,7 @@ def _nearest(
     windows = b"".join(tree.label(node)[at : at + size] for node, at in ways)
     theirs = np.frombuffer(windows, dtype="<i4").reshape(len(ways), -1)
     sealed = (theirs[:, 0] < 0) | (ours[0] < 0)
-    same = np.where(sealed, 0, np.argmax(theirs != ours, axis=1))  # none is equal: not a match
+    same = np.where(sealed, 0, np.argmax(theirs != ours, axis=1))  # an equal one would match
     best = int(np.argmax(same - sealed))
     node, at = ways[best]
     span = tree.view(node).span

@@ -1,4 +1,4 @@
-"""How many nodes view each span, and how many of its windows none does: the accounts of the tree.
+"""How many nodes view each span, and how many of its windows no node views: the tree's accounts.
 
 add ─> retired ─view─> in the tree ─last unview─> retired ─forget─> unknown
                        └─ view, split: one node more; unview: one less, and its windows are dead
@@ -16,8 +16,8 @@ from impress.tree.radix import RadixTree, View
 class Views:
     """As a collection: the spans in the tree. Not thread-safe: the catalog's lock guards it.
 
-    Told of all that is done to nodes, it knows what a walk over every one of them would find. Where
-    an exception (Ctrl-C, no memory) comes between a node and its account, it takes that walk.
+    Told of every change to a node, it knows what a walk over all of them would find. Where an
+    exception (Ctrl-C, no memory) comes between a change and its account, it takes that walk.
     """
 
     def __init__(self, length: Callable[[int], int]) -> None:
@@ -37,7 +37,7 @@ class Views:
         return span in self._nodes
 
     def add(self, span: int) -> None:
-        """A span is kept from now on: retired until a node views it. Nothing new if one does."""
+        """Keep a span from now on: retired until a node views it. Nothing new if one does."""
         if span not in self._nodes:
             self.retired.add(span)
 
@@ -46,7 +46,7 @@ class Views:
     def graft(
         self, tree: RadixTree, above: int, labels: bytes, span: int, start: int, of: int
     ) -> Graft:
-        """As `RadixTree.graft`, of a span `of` so many windows."""
+        """As `RadixTree.graft`, for a span of `of` windows."""
         try:
             graft = tree.graft(above, labels, span, start)
             if graft.added:
@@ -68,7 +68,7 @@ class Views:
             raise
 
     def give(self, tree: RadixTree, node: int, by: int, skip: int, of: int) -> bool:
-        """As `RadixTree.replace`, by a span `of` so many; True when that retired the one before."""
+        """As `RadixTree.replace`, by a span of `of` windows; True: that retired the one before."""
         span, _, n_windows = tree.view(node)
         try:
             tree.replace(node, by, skip)
@@ -97,7 +97,7 @@ class Views:
     # ---- the account alone -----------------------------------------------------------------
 
     def view(self, span: int, n_windows: int, of: int) -> None:
-        """One more node views so many windows, none's until now, of a span `of` so many."""
+        """One more node views `n_windows` of a span's `of` windows, which none viewed until now."""
         n_dead = self.dead.pop(span, 0)
         if span not in self._nodes:
             self.retired.discard(span)
@@ -107,12 +107,12 @@ class Views:
         self._note_dead(span, n_dead - n_windows)
 
     def split(self, span: int) -> None:
-        """A node of this span (NONE: of none) was cut in two that view what it did."""
+        """A node of this span (NONE: of none) was cut into two that view what it viewed."""
         if span != NONE:
             self._nodes[span] += 1
 
     def unview(self, span: int, n_windows: int) -> bool:
-        """A node views these windows of a span no more; True when that retired it."""
+        """A node no longer views these windows of a span; True when that retired the span."""
         self._nodes[span] -= 1
         if self._nodes[span]:
             self._note_dead(span, n_windows)
@@ -123,7 +123,7 @@ class Views:
         return True
 
     def forget(self, span: int) -> None:
-        """A retired span is kept no more."""
+        """A retired span is no longer kept."""
         self.retired.discard(span)
 
     def _note_dead(self, span: int, n_windows: int) -> None:

@@ -1,11 +1,11 @@
-"""Spans of which the tree shows nothing, or not all, and that may find their place later: others',
+"""Spans that the tree does not show, or not in full, and that may find their place later: others',
 and one's own where what they hang from could not be read.
 
-Of most, the labels before them are known. Of a *stray* only the key is: what it hangs from could
+For most, the labels before them are known. For a *stray* only the key is: what it hangs from could
 not be read, or was not there yet when the stray came.
 
     put ─take─> tried again      stray ─find─> it is known now: it waits, before all others
-     └─ too many: the oldest are strays
+     └─ too many: the oldest become strays
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Waiting:
 
     def __init__(self) -> None:
         self._labels: OrderedDict[int, bytes] = OrderedDict()  # span -> labels before it
-        self._keys: dict[int, bytes] = {}  # span, a stray or not -> the key that it begins behind
+        self._keys: dict[int, bytes] = {}  # span, a stray or not -> the key that it begins after
         self._n_bytes = 0
         self._strays: dict[bytes, set[int]] = {}  # key -> spans
         self._n_found = 0  # former strays, at the head of what waits
         self.n_chances = 0
-        """Grows when what waits may find a place: a stray was found, a node went, one was shown."""
+        """Grows when one may find a place: a stray was found, a node removed, a span shown."""
 
     def __len__(self) -> int:
         """How many wait; strays not counted."""
@@ -40,26 +40,26 @@ class Waiting:
         return span in self._labels
 
     def put(self, span: int, before: bytes, key: bytes) -> None:
-        """`before`: the labels before it, which `key` stands for."""
+        """Let a span wait. `before`: the labels before it, which `key` stands for."""
         self.forget(span)
         self._labels[span], self._keys[span] = before, key
         self._n_bytes += len(before)
         while self._n_bytes > MOST_BYTES:
             late, labels = self._labels.popitem(last=False)
-            if not labels:  # it begins at the root, takes nothing, and would be found by no key
+            if not labels:  # it begins at the root, takes no memory, and no key would find it
                 self._labels[late] = labels
                 continue
             self._n_bytes -= len(labels)
             self.stray(late, self._keys[late])
 
     def stray(self, span: int, key: bytes) -> None:
-        """Only the key before it is known."""
+        """Note a span of which only the key before it is known."""
         self._keys[span] = key
         self._strays.setdefault(key, set()).add(span)
 
     def find(self, keys: Iterable[bytes], labels: bytes, first: int, size: int) -> None:
-        """Strays behind windows that a span has: `keys` after each of its windows; `labels` from
-        the root, `first` windows of `size` bytes come before the span."""
+        """Find strays that begin after windows of this span: `keys` after each of its windows;
+        `labels` from the root, where `first` windows of `size` bytes come before the span."""
         for i, key in enumerate(keys if self._strays else (), first + 1):
             for span in list(self._strays.get(key, ())):
                 self.put(span, labels[: i * size], key)
@@ -69,9 +69,9 @@ class Waiting:
                     self.n_chances += 1
 
     def take(self, n: int, taken: list[tuple[int, bytes]]) -> None:
-        """Those found, and n that waited longest, with the labels before each: no more here.
+        """Take out those found and the n that waited longest, with the labels before each.
 
-        Noted in `taken` first: what Ctrl-C cuts off is the caller's to put back.
+        Noted in `taken` first, so that the caller can put back what Ctrl-C cuts off.
         """
         n, self._n_found = max(n, self._n_found), 0
         taken += islice(self._labels.items(), n)
@@ -79,11 +79,11 @@ class Waiting:
             self.forget(span)
 
     def labels(self, spans: Iterable[int]) -> list[tuple[int, bytes]]:
-        """Of those of these that wait: the labels before each."""
+        """(span, labels before it) for those of these spans that wait."""
         return [(span, self._labels[span]) for span in spans if span in self._labels]
 
     def forget(self, span: int) -> None:
-        """It waits no more, nor is a stray."""
+        """It no longer waits, nor is it a stray."""
         self._n_bytes -= len(self._labels.pop(span, b""))
         key = self._keys.pop(span, None)
         if key in self._strays:

@@ -1,1 +1,1 @@
-"""A store as a whole, looked at or mended: verify, rebuild, doctor, how it stands."""
+"""A store as a whole, looked at or mended: verify, rebuild, doctor, its present state."""

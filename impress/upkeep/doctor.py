@@ -1,4 +1,4 @@
-"""What this machine can do for a store: which engines work here, and how fast the disk is by each.
+"""What this machine can do for a store: which engines work here, how fast the disk is with each.
 
 No torch, no store needed. Data goes to a new directory on the store's disk and is removed again.
 """
@@ -68,8 +68,8 @@ def machine(folder: Path) -> dict[str, str | int]:
 
 
 def examine(folder: Path, *, measure: bool) -> Generator[Finding, None, None]:
-    """One finding an engine, each as it is made. Raises StoreFailed where the folder does not take
-    what is read, MediumError where there are no threads."""
+    """One finding per engine, each as it is made. Raises StoreFailed where the folder does not take
+    the test data, MediumError where there are no threads."""
     usable = [name for name in ENGINES if not why_not(name)]
     for name in ENGINES:
         if name not in usable:
@@ -85,7 +85,7 @@ def examine(folder: Path, *, measure: bool) -> Generator[Finding, None, None]:
         cause = err if isinstance(err, OSError) else err.__cause__
         if not isinstance(cause, OSError):
             raise
-        # Not by the name of a folder that is gone when this is read.
+        # Without the name of a folder that is gone by the time this is read.
         raise StoreFailed(
             f"test data cannot be written and read in {folder}: {cause.strerror}; "
             "name another --store, or --no-measure"
@@ -112,7 +112,7 @@ def _test_data(folder: Path) -> Iterator[tuple[Path, Slot, Bytes]]:
         finally:
             tier.close()
         yield where, slot, data
-    finally:  # by name: to list a folder takes a file, and there may be no more
+    finally:  # by name: listing a folder opens a file, and there may be none left
         with suppress(OSError):
             segment.unlink(missing_ok=True)
             where.rmdir()

@@ -1,4 +1,4 @@
-"""Spans that hang in the air: nothing that is stored reaches the window they begin behind."""
+"""Spans that hang in the air: nothing that is stored reaches the window they begin after."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def index_values(shard: Shard) -> dict[int, bytes]:
 def hanging_of(
     mine: Collection[int], values: Mapping[int, bytes], identity: Identity, path: Path
 ) -> tuple[list[int], list[int]]:
-    """Of the spans that are `mine`: those that hang in the air; and of all the damaged ones.
+    """Those spans of `mine` that hang in the air, and the damaged ones of all spans.
 
     `values`: of all shards, as a prefix may go from one to another; read a moment ago, so every
     shard is read again before a span is said to hang. Raises AssertionError where the tree that
@@ -48,7 +48,7 @@ def hanging_of(
     # One that repeats what other spans hold is only waiting to be reclaimed.
     loose_ends = {(record.root, record.key_before) for record in hanging}
     loose_ends = _unreached(loose_ends, _decoded(values, identity))
-    # One shard is read after the other: one goes on from what was stored in another meanwhile.
+    # Shards are read one after the other: one may go on from what another stored meanwhile.
     for shard in shards_of(path) if loose_ends else ():
         with suppress(FormatError):
             loose_ends = _unreached(loose_ends, _decoded(index_values(shard), identity))
@@ -67,7 +67,7 @@ def _decoded(values: Mapping[int, bytes], identity: Identity) -> Iterator[SpanRe
 def _unreached(
     loose_ends: set[tuple[bytes, bytes]], records: Iterable[SpanRecord]
 ) -> set[tuple[bytes, bytes]]:
-    """Of (root key, key after a window): those of windows that none of these spans has."""
+    """Those (root key, key after a window) whose window none of these spans has."""
     left, roots = loose_ends.copy(), {root for root, _ in loose_ends}
     for record in records if left else ():
         if record.root in roots:

@@ -4,9 +4,9 @@ segments ─scan→ header records ─resolve→ one owner for each byte, verifi
 
 Every page of every segment is looked at: a header record begins on a page with the magic, a right
 checksum and this store's uuid. Rows are judged by their sums. Of sound spans that claim the same
-bytes the higher generation wins; of those that hold the same windows too. The old index is set
-aside, not deleted, and takes part in nothing but this, where it can be read: what it notes as still
-to be erased stays away and is noted in the new one, and so is what is spent of the day's writes.
+bytes, or hold the same windows, the one of the higher generation wins. The old index is set aside,
+not deleted. Where it can be read, it is used for this alone: what it notes as still to be erased
+is left out, and noted in the new one, as is what is spent of the day's writes.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _READ_BYTES: Final = 32 << 20  # of rows, read and summed together
 _THREADS: Final = 8
 _TIMEOUT_S: Final = 600.0
 _BATCH: Final = 1024  # spans a transaction
-#: What an index notes of spans to be erased; then, as the list counts more, what it says of the
-#: day's writes (impress.write.budget). For a process of its own: some damage LMDB answers by ending
-#: it.
+#: Prints what an index notes of spans to be erased; only then, as the list counts more, what it
+#: says of the day's writes (impress.write.budget). Run in a process of its own: LMDB answers some
+#: damage by ending it.
 _ASK: Final = """
 import lmdb, os, sys
 print("asks", flush=True)
@@ -83,7 +83,7 @@ def rebuild_store(
     say = progress or (lambda what, done, of: None)
     strays, shards = said_of_strays(path), [s for s in shards_of(path) if s.segments.is_dir()]
     if not shards:
-        read_identity(path)  # says what is wrong with a path that is no store
+        read_identity(path)  # says what is wrong with a path that is not a store
         raise FormatError("; ".join([f"{path}: no segments to rebuild from", *strays]))
     found, errors, mine = Rebuilt(notes=strays), list[Exception](), list[Shard]()
     try:
@@ -122,7 +122,7 @@ def rebuild_store(
 
 
 def _note_failure(found: Rebuilt, errors: list[Exception], shard: Shard, err: Exception) -> None:
-    """A shard is left as it was."""
+    """Note that a shard is left as it was."""
     errors.append(err)
     found.failed_shards.append(shard.name)
     found.notes.append(f"shard {shard.name} failed: {_failed(shard.path, err)}")
@@ -148,17 +148,17 @@ def _rebuild(
     found.n_bytes += sum(h.record.owned_bytes for h in sound)
     if not dry_run:
         last = max((header.record.span_id for header in ours), default=0)
-        noted = [span for span in notes if span in shard.spans]  # renamed, it notes another's, too
+        noted = [span for span in notes if span in shard.spans]  # a renamed one notes others', too
         _install(shard, sound, notes, max([last, *noted]), wear)
 
 
 def _identity(
     path: Path, shards: Sequence[Shard], found: Rebuilt, say: Progress, *, dry_run: bool
 ) -> Identity:
-    """The store's, or what headers in any of these shards say where that file is lost."""
+    """The store's, or what headers in any of these shards say where its file is lost."""
     if (path / IDENTITY).exists():
         return read_identity(path)
-    # Counted and noted by the scan of each shard that comes after.
+    # What this scan finds is counted and noted by the later scan of each shard.
     said = Counter[Identity]()  # what most say: a shard of another store may have been copied here
     errors = list[OSError]()
     for shard in shards:
@@ -182,7 +182,7 @@ def _identity(
 def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
     """What the old index notes of spans that are to be erased, and says of the day's writes.
 
-    Says so where the first cannot be read; the second is empty then.
+    Notes in `found` where the first cannot be read; the second is then empty.
     """
     # One that a rebuild set aside is not asked: it knows of no purge since.
     old = shard.index
@@ -192,9 +192,9 @@ def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
             "purge was cut off, purge again"
         )
         return {}, b""
-    command = [sys.executable, "-P", "-c", _ASK, str(old)]  # -P: no lmdb.py of where this is run
+    command = [sys.executable, "-P", "-c", _ASK, str(old)]  # -P: no lmdb.py of the current folder
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not done.stdout.startswith("asks\n"):  # of the index that says nothing
+    if not done.stdout.startswith("asks\n"):  # that says nothing about the index
         why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise StoreFailed(f"{old}: could not be asked what is still to be erased: {why}")
     listed, whole, wear = done.stdout.removeprefix("asks\n").partition("wear\n")
@@ -222,7 +222,7 @@ def _spared(
     for span, note in notes.items():
         try:
             places.add((span, decode_extents(note)[0][:2]))
-        except FormatError:  # said at the next open, which erases all that is free
+        except FormatError:  # logged at the next open, which erases all that is free
             anywhere.add(span)
     kept = (header for header in headers if header.record.span_id not in anywhere)
     spared = [h for h in kept if (h.record.span_id, h.record.meta[:2]) not in places]
@@ -237,7 +237,7 @@ def _ours(
     headers: Sequence[SpanHeader], identity: Identity, shard: Shard, found: Rebuilt
 ) -> list[SpanHeader]:
     """Those of this store and shard that make sense."""
-    ours, other = [], []  # the latter of another store, or another geometry than it has
+    ours, other = [], []  # `other`: of another store, or of another geometry than this one's
     n_strange = 0
     for header in headers:
         record = header.record
@@ -283,8 +283,8 @@ def _resolved(
 ) -> list[SpanHeader]:
     """One owner for each byte, one span for each id and each run of windows, its rows sound.
 
-    The highest generation whose every piece matches its sum: a header may have outlived the rows
-    that a crash cut off. Of two of one generation the one with more windows.
+    That is the one of the highest generation whose every piece matches its sum: a header may have
+    outlived the rows that a crash cut off. Of two of one generation, the one with more windows.
     """
     space = Space()
     for path in segment_paths(shard.segments):
@@ -358,10 +358,10 @@ def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferP
 def _install(
     shard: Shard, headers: Sequence[SpanHeader], notes: Mapping[int, bytes], last: int, wear: bytes
 ) -> None:
-    """A new index beside the old one, then in its place. A crash leaves one of the two, and who
-    locks the shard next puts the new one there if the old one is not (Shard.lock).
+    """Make a new index beside the old one, then put it in its place. A crash leaves one of the two,
+    and whoever locks the shard next puts the new one there if the old one is not (Shard.lock).
 
-    `last`: the highest id found, of whatever became of it. `wear`: of the old one, where known.
+    `last`: the highest id found, whatever became of it. `wear`: the old index's, where known.
     """
     draft, made, aside = shard.path / "index.new", shard.path / MADE, shard.path / OLD
     try:

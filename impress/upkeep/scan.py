@@ -30,22 +30,22 @@ class Rebuilt:
     n_bytes: int = 0  # of the spans kept, rows and headers
     superseded: int = 0  # older copies, or space or an id that is another span's now
     purged: int = 0  # still to be erased when a purge or a repack was cut off
-    torn: int = 0  # headers that do not read back whole: a store the crash cut off
+    torn: int = 0  # headers that do not read back whole: a store that a crash cut off
     damaged: int = 0  # sound headers whose rows do not match: cut off, or gone bad
     foreign: int = 0  # headers of another store
     unreadable: int = 0  # pages: what they held is not looked at
     busy_shards: list[str] = field(default_factory=list)  # open for writing: left alone
-    failed_shards: list[str] = field(default_factory=list)  # could not be rebuilt: as they were
+    failed_shards: list[str] = field(default_factory=list)  # not rebuilt: left as they were
     notes: list[str] = field(default_factory=list)
 
     def add(self, other: Rebuilt) -> None:
-        """What was found in another shard."""
+        """Add what was found in another shard."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 def scan(folder: Path, found: Rebuilt, say: Progress) -> Iterator[SpanHeader]:
-    """Every header record that reads back whole, in no order."""
+    """Every header record that reads back whole, in no particular order."""
     paths = segment_paths(folder)
     total, done = sum(p.stat().st_size for p in paths), 0
     for path in paths:

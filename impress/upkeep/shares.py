@@ -31,7 +31,7 @@ class Share:
 
 
 def shares_of(path: Path, catalog: MergedCatalog) -> list[Share]:
-    """Of every shard; `catalog`: all of them, as they stand."""
+    """One for every shard; `catalog`: all of them, as they stand."""
     locks = _locked_by()
     return [_share(shard, catalog, locks) for shard in shards_of(path)]
 
@@ -48,7 +48,7 @@ def _share(shard: Shard, catalog: MergedCatalog, locks: dict[_File, int]) -> Sha
     )
     device = _device(shard.path)
     holders = (locks.get((*device, _inode(path))) for path in shard.readers.glob("*"))
-    readers = sum(holder not in (None, os.getpid()) for holder in holders)  # who asks is none
+    readers = sum(holder not in (None, os.getpid()) for holder in holders)  # not this process
     writer = locks.get((*device, _inode(shard.path / "lock")))
     total, used = sum(sizes.values()), sum(extent.length for extent in owned)
     n_windows = sum(views.values())

@@ -1,4 +1,4 @@
-"""How a store stands: what `PrefixStore.stats` says."""
+"""A store's present state: what `PrefixStore.stats` says."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 index values → headers → every piece of every span. Beside a live writer: a span whose index value
 is gone or replaced by the end was evicted meanwhile, and whatever was found about it is dropped.
-A span that hangs in the air is told only where every shard, read again, has nothing before it; it
-is no problem where another shard's writer may have evicted that: the next writer of its own will
-delete it. Nor where a shard's index cannot be read: what is before it may be named there.
+A span that hangs in the air is reported only where no shard, read again, has what is before it; it
+is no problem where another shard's writer may have evicted that: the next writer of its own shard
+will delete it. Nor where a shard's index cannot be read: what is before it may be named there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Progress = Callable[[int, int], None]  # bytes read so far, of so many
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong; where it is not a span's or a segment's, None."""
+    """One thing that is wrong; `span` or `segment` is None where it is not about one."""
 
     what: str
     span: int | None = None
@@ -132,7 +132,7 @@ def verify_store(path: Path, progress: Progress | None = None) -> Verdict:
 def _misnamed(shard: Shard) -> int:
     try:
         return shard.n_misnamed()
-    except OSError:  # that it cannot be read is said where it is
+    except OSError:  # that it cannot be read is reported where it is read
         return 0
 
 
@@ -155,9 +155,9 @@ class _Verification:
         self, path: Path, identity: Identity, shard: Shard, values: dict[int, bytes],
         everything: dict[int, bytes], pool: IoPool, *, shared: bool, unread: bool,
     ) -> None:  # fmt: skip
-        """`values`: read before the segments are listed: all they name exist; `everything`: of all
-        shards that could be read, as a prefix may go from one to another; `shared`: there are
-        several; `unread`: of one of them the index could not be."""
+        """`values`: read before the segments are listed, so all they name exist; `everything`: of
+        all shards that could be read, as a prefix may go from one to another; `shared`: there are
+        several shards; `unread`: one of their indexes could not be read."""
         self._path = path
         self._identity = identity
         self._shard = shard
@@ -165,7 +165,7 @@ class _Verification:
         self._everything = everything
         self._shared = shared
         self._unread = unread
-        self._hanging: set[int] = set()  # and no problem
+        self._hanging: set[int] = set()  # those that are no problem
         try:
             self._ssd = SsdTier(
                 shard.segments, PART_BYTES, None, read_only=True, number=shard.number
@@ -219,7 +219,7 @@ class _Verification:
                 records.append(record)
         self._verdict.spans = len(self._values)
         strange = sum(span not in self._shard.spans for span in self._values)
-        misnamed = _misnamed(self._shard)  # also when a writer has let go of the spans in them
+        misnamed = _misnamed(self._shard)  # even when a writer has let go of the spans in them
         if strange or misnamed:
             self._report(
                 f"shard {self._shard.name}: {strange} spans are numbered as another folder's, and "
@@ -353,7 +353,7 @@ class _Verification:
             self._note(part, slot, off + piece * shape.piece_bytes, piece // shape.pieces)
 
     def _note(self, part: _Part, slot: Slot, off: int, window: int) -> None:
-        """Count a bad piece. Pool threads: a lost count under a race would still be a problem."""
+        """Count a bad piece. On pool threads: one whose count a race loses is still a problem."""
         segment, start, _ = locate(slot, off, 1)[0]
         plane = {K: "keys", V: "values"}.get(part.plane, "probes")
         first = f"layer {part.layer} {plane}, window {part.first + window}, segment byte {start}"
@@ -364,7 +364,7 @@ class _Verification:
 
     def _drop_evicted(self) -> None:
         """Forget what was found about spans that a writer removed while this ran."""
-        if not self._values:  # none to be evicted; that the index cannot be read has been said
+        if not self._values:  # none to be evicted; that the index cannot be read is reported
             return
         evicted: set[int] = set()
         again = Verdict()
@@ -387,6 +387,6 @@ class _Verification:
 
 
 def _check_medium(err: Exception) -> None:
-    """Raises StoreFailed on an error that says nothing of what is stored."""
+    """Raises StoreFailed on an error that says nothing about what is stored."""
     if isinstance(err, MediumError) and err.harmless:
         raise StoreFailed(f"verify: {err}") from None

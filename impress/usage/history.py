@@ -27,7 +27,7 @@ from impress.usage.remembered import HALF_LIFE, NEWEST, Remembered, decode, enco
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
-#: Of a request that was to have every row, in what share needed it: who decided so will again.
+#: Least weight in `whole` of a request that was to have every row: who decided so will again.
 WHOLE: Final = 1 / 2
 #: Requests between two saves in the background.
 SAVE_EVERY: Final = 256
@@ -39,9 +39,9 @@ LEAST_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One request looked at rows [first, first + count) of a layer of a span, whole windows.
+    """One request looked at rows [first, first + count) of one layer of a span, in whole windows.
 
-    `chosen`: of these, the rows within the span it chose, int64 ascending; None: all of them,
+    `chosen`: those it chose, numbered within the span, int64 ascending; None: all of them,
     without an identifier's decision (exact, fallback). `ordinals`: where the rows used (chosen,
     or all looked at) lie in the order of the span's chunks; None: in position order.
     """
@@ -54,27 +54,27 @@ class Note:
     chosen: Ids | None
     ordinals: Ids | None = None
     whole: bool = False  # every row looked at was needed, and used
-    every_layer: bool = False  # it had been decided to read so every layer
+    every_layer: bool = False  # it had been decided to read every layer so
 
 
 class Worth(NamedTuple):
     """What the chunks of a span's layer are worth, [n_chunks] each.
 
-    A chunk's score is uses × share of rows needed. Uses are of recent requests, fading with each
-    one. Of requests that choose the share is the mean of the chunk's rows' averages (the paper's
-    share of important rows), 1 while nothing was decided about them; others need every row.
+    A chunk's score is uses × share of rows needed. Uses are by recent requests, fading with each
+    new one. For requests that choose, the share is the mean of the chunk's rows' averages (the
+    paper's share of important rows), 1 while nothing was decided about them; others need every row.
     """
 
     ranks: npt.NDArray[np.float64]
-    """log2 of the scores as they will stand to others at any later time: all fade alike, so a rank
+    """log2 of the scores, as they compare with others at any later time: all fade alike, so a rank
     never needs an update for that. -inf: never used."""
     shares: Floats | None
-    """Of rows that something was decided about; nan: none of a chunk's, None: none of any."""
+    """Among rows that something was decided about; nan: a chunk has none, None: none has any."""
 
 
 class History:
     """Thread-safe. Holds at most budget_bytes; of spans that are saved, those noted longest ago go
-    first. Of a span that is larger than all that, nothing is learnt.
+    first. Nothing is learnt of a span that is larger than the whole budget.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class History:
     ) -> None:
         """`fetch`: a span's saved value, or None; asked when the span is first wanted.
 
-        `ahead`: requests noted here beyond those of the shard that saved it: each counts its own.
+        `ahead`: how many requests ahead this is of the shard that saved it: each counts its own.
         """
         self.tick = tick
         """Requests noted so far, by this process and those before it."""
@@ -100,8 +100,8 @@ class History:
         self._lock = threading.Lock()
         self._spans: OrderedDict[int, Remembered] = OrderedDict()
         self._changed: set[int] = set()  # since the last dump
-        self._dumped: set[int] = set()  # with it
-        self._unsaved_bytes = 0  # of these
+        self._dumped: set[int] = set()  # by it
+        self._unsaved_bytes = 0  # of `_changed`
         self._saved_tick = tick
 
     # ---- learning --------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class History:
     def carry(
         self, old_span: int, new_span: int, first: int = 0, count: int | None = None
     ) -> dict[int, bytes]:
-        """Windows [first, first + count) stand in a new span soon, maybe in another order of rows.
+        """Windows [first, first + count) will soon be in a new span, rows maybe in another order.
 
         Averages go with their rows. Which chunks are used has to be learnt again: each begins
         with the uses of its layer's most used one. Returns new span -> value, for the transaction
@@ -180,7 +180,7 @@ class History:
         """float32 [n_layers, n_rows] in position order: how often each row was chosen, in 0..1.
 
         A moving average over requests that looked; 0 where none has, None where none ever decided.
-        `of_any_size`: also as a process with a larger budget saved it.
+        `of_any_size`: even if a process with a larger budget saved it.
         """
         known = self._recall(span_id, of_any_size=of_any_size)
         if known is None:
@@ -189,8 +189,8 @@ class History:
             return known.average() if known.seen.any() else None
 
     def halves(self, span_id: int) -> Floats | None:
-        """float32 [2, n_layers, n_rows]: the same, of a span of any size, of two halves of the
-        decisions, of which neither knows the other's; None where there were not two of any."""
+        """float32 [2, n_layers, n_rows]: the same, for a span of any size, by two halves of the
+        decisions, neither of which knows the other's; None where no window has two."""
         known = self._recall(span_id, of_any_size=True)
         if known is None:
             return None
@@ -203,7 +203,7 @@ class History:
         """What a layer's chunks are worth; None: nothing is known of the span.
 
         `ordinals` [n_rows]: where each row, in position order, lies in the order of chunks.
-        `by_uses`: ranks of uses alone, whatever the shares. From here `summary` has the score.
+        `by_uses`: rank by uses alone, whatever the shares. `summary` has its score from here.
         """
         known = self._recall(span_id)
         if known is None:
@@ -236,7 +236,7 @@ class History:
     def summary(self, span_id: int) -> tuple[float, float] | None:
         """(mean score of the span's chunks now, mean share of important rows or nan); cheap.
 
-        None: a span nothing is known of. Where notes had ordinals the score is what `worth` found
+        None: nothing is known of the span. Where notes had ordinals the score is what `worth` found
         last, faded.
         """
         with self._lock:
@@ -251,7 +251,7 @@ class History:
         return head.score * _faded(self.tick - ahead - head.tick), head.share
 
     def important_share(self) -> float | None:
-        """Mean share of important rows over the spans in memory; None where none is known of."""
+        """Mean share of important rows over the spans in memory; None if none is known."""
         with self._lock:
             known = list(self._spans.values())
             found = [(one.summary().important, int(one.seen.any(axis=0).sum())) for one in known]
@@ -268,7 +268,7 @@ class History:
 
     @property
     def due(self) -> bool:
-        """Whether enough was noted since the last `dump` for another, or much of the budget."""
+        """Whether enough requests, or bytes of the budget, were noted since the last `dump`."""
         full = 2 * self._unsaved_bytes > self._budget_bytes
         return full or self.tick - self._saved_tick >= SAVE_EVERY
 
@@ -282,7 +282,7 @@ class History:
         return {span: encode(known) for span, known in copies.items()}
 
     def not_saved(self) -> None:
-        """What the last dump gave did not come into the index: the next one has it again."""
+        """The last dump did not reach the index: the next one gives it again."""
         with self._lock:
             again = (self._dumped & self._spans.keys()) - self._changed
             self._changed |= again
@@ -299,8 +299,8 @@ class History:
     # ---- inside ----------------------------------------------------------------------------
 
     def _recall(self, span: int, *, of_any_size: bool = False) -> Remembered | None:
-        """What is known of a span; what was saved is brought back, with no lock held. To be looked
-        at under the lock, and only to answer: it may not be here (any more)."""
+        """What is known of a span; a saved value is brought back, with no lock held. To be looked
+        at under the lock, and only to answer: it may not be kept here (any more)."""
         with self._lock:
             known = self._spans.get(span)
         if known is None:
@@ -311,9 +311,9 @@ class History:
         return known
 
     def _saved(self, span: int, *, of_any_size: bool) -> Remembered | None:
-        """By the clock here. None also for what is damaged, newer, or of another shape: it is
-        forgotten. What has no room here, and of which nothing is learnt, is for repacks alone: each
-        layer of each request would unpack it, to be told what was so once."""
+        """A saved value, by the clock here. None also if it is damaged, newer, or of another shape:
+        it is forgotten. One with no room here, of which nothing is learnt, is for repacks alone:
+        each layer of each request would unpack it, only to be told what was true once."""
         raw, ahead = self._fetched(span)
         head = head_of(raw)
         most = math.inf if of_any_size else self._budget_bytes
@@ -329,8 +329,8 @@ class History:
         return known
 
     def _fetched(self, span: int) -> tuple[bytes | None, int]:
-        """And how much its clock is behind. None also where the index is damaged, or given up: what
-        requests showed can be done without."""
+        """A saved value, and how far its clock is behind. None also if the index is damaged, or
+        given up: what requests showed can be done without."""
         try:
             raw = self._fetch(span)
             return raw, 0 if raw is None else self._ahead(span)
@@ -338,7 +338,7 @@ class History:
             return None, 0
 
     def _keep(self, span: int, known: Remembered) -> Remembered:
-        """What is saved, or will be at once; where it is larger than all there may be, not here."""
+        """Keep what is saved, or will be at once; not if it is larger than the whole budget."""
         if known.n_bytes <= self._budget_bytes:
             self._put(span, known)
             self._shrink()
@@ -364,8 +364,8 @@ class History:
         """Forget spans until the rest is within the budget, those noted longest ago first; never
         the last.
 
-        What is saved goes before what is not, since it can be fetched again. But where nearly all
-        is unsaved, nobody saves, or not soon enough: then it makes no difference.
+        What is saved goes before what is not, since it can be fetched again. But if nearly all
+        is unsaved, nobody saves, or not soon enough: then that makes no difference.
         """
         while self.used_bytes > self._budget_bytes and self._spans:
             spare = self._changed if 4 * self._unsaved_bytes <= 3 * self._budget_bytes else ()
@@ -380,12 +380,12 @@ def budget_of(dram_bytes: int) -> int:
 
 
 def _faded(requests: int) -> float:
-    """What a use this many requests ago counts."""
+    """How much a use this many requests ago counts."""
     return math.exp2(-max(requests, 0) / HALF_LIFE)
 
 
 def _look(known: Remembered, note: Note) -> None:
-    """Move what share of requests needed every row of the windows looked at."""
+    """Move the share of requests that needed every row of the windows looked at."""
     windows = slice(note.first // known.window, (note.first + note.count) // known.window)
     looks, whole = known.looks[note.layer, windows], known.whole[note.layer, windows]
     np.add(looks, 1, out=looks, where=looks < 1 / NEWEST)
@@ -394,6 +394,6 @@ def _look(known: Remembered, note: Note) -> None:
 
 
 def _ranks(scores: Floats, tick: int) -> npt.NDArray[np.float64]:
-    """Of scores as of `tick`."""
+    """Ranks of scores as of `tick`."""
     with np.errstate(divide="ignore"):
         return np.asarray(np.log2(scores.astype(np.float64)) + tick / HALF_LIFE)

@@ -1,7 +1,7 @@
 """vLLM's order of giving blocks up: the one used longest ago, then the longest prefix. Pure.
 
-There the order is that of a queue to whose end a request's blocks go last one first (vLLM V1's free
-queue, pull request 9668); here it is a key, so that a heap or a sort has it whoever comes when.
+In vLLM a request's blocks go to the end of a queue, last one first (vLLM V1's free queue, pull
+request 9668); here the order is a key, so that a heap or a sort has it however they come.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST: Final = 1 << 20
 
 
 def prefix_lru(used: npt.ArrayLike, end: npt.ArrayLike) -> Floats:
-    """What each is worth keeping; the least goes first. Of one number, to be the key of a heap.
+    """How much each is worth keeping; the least goes first. One number, to be the key of a heap.
 
     `used`: a counter at the last use, exact below 2^33. `end`: where in its prompt it ends, in
     blocks or windows; what ends at or beyond 2^20 is taken to end there.

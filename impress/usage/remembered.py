@@ -30,19 +30,19 @@ Floats = npt.NDArray[np.float32]
 
 _HEAD: Final = struct.Struct("<HHIIIQff")
 _VERSION: Final = 3
-_ONE_HALF: Final = 2  # read, too
+_ONE_HALF: Final = 2  # can be read, too
 _NO_WHOLE: Final = 1  # and this
 _MOST_BYTES: Final = 1 << 30
 #: A use counts half after this many requests.
 HALF_LIFE: Final = 512
-#: Weight of the newest request in its half's averages, once there have been as many; until then
-#: they are plain means.
+#: Weight of the newest request in its half's averages, once there have been 1 / NEWEST of them;
+#: until then they are plain means.
 NEWEST: Final = 1 / 16
 
 
 class Summary(NamedTuple):
-    """Means of a span's: the scores of its chunks; what share of its rows was important, and what
-    share requests needed, nan where nothing was decided."""
+    """A span's means: the scores of its chunks; the share of its rows that was important, and the
+    share that requests needed, nan where nothing was decided."""
 
     score: float
     important: float
@@ -53,20 +53,20 @@ class Summary(NamedTuple):
 class Remembered:
     """What is known of one span. Rows in position order, chunks in the order they lie in.
 
-    Of every window half of the decisions are averaged apart from the others: what an order that one
-    half makes would save is counted by the other, which has not made it (repacking/packing.py).
+    Each half of every window's decisions is averaged apart from the other: what an order made by
+    one half would save is counted by the other, which has not made it (repacking/packing.py).
     """
 
-    halves: npt.NDArray[np.float16]  # [2, n_layers, n_rows], of each how often it was chosen
+    halves: npt.NDArray[np.float16]  # [2, n_layers, n_rows] how often each was chosen
     seen: npt.NDArray[np.uint8]  # [2, n_layers, n_windows] decisions, as far as they matter
     uses: npt.NDArray[np.float32]  # [n_layers, n_chunks] as of `ticks`
     ticks: npt.NDArray[np.int64]  # [n_layers] request of the last note
     scores: npt.NDArray[np.float64]  # [n_layers] mean of its chunks', as of the last of `ticks`
-    """NaN: to be counted by window. Where rows lie in another order, `History.worth` tells."""
+    """NaN: to be counted by window. Where rows lie in another order, `History.worth` sets it."""
     looks: npt.NDArray[np.uint8]  # [n_layers, n_windows] decisions, and uses of every row; as seen
-    whole: npt.NDArray[np.float32]  # [n_layers, n_windows] share that was of every row
+    whole: npt.NDArray[np.float32]  # [n_layers, n_windows] share of these that was of every row
     window: int
-    summed: Summary | None = None  # what `summary` found; whoever changes it says None
+    summed: Summary | None = None  # what `summary` found; any change sets it to None
 
     @classmethod
     def empty(cls, n_layers: int, n_windows: int, window: int) -> Remembered:
@@ -112,7 +112,7 @@ class Remembered:
         )  # fmt: skip
 
     def part(self, first: int, count: int) -> Remembered:
-        """What is known of windows [first, first + count), as of a span of their own.
+        """What is known of windows [first, first + count), as if a span of their own.
 
         Its chunks may hold other rows: each begins with the uses of its layer's most used one.
         """
@@ -126,8 +126,8 @@ class Remembered:
         )  # fmt: skip
 
     def chose(self, layer: int, first: int, rows: npt.NDArray[np.bool_], tick: int) -> None:
-        """Move the averages of rows from `first` on towards which of them a request chose: of each
-        window in the half that has had fewer, then in one by the lot."""
+        """Move the averages of rows from `first` on towards which of them a request chose: for each
+        window in the half that has had fewer decisions, after that in one drawn by lot."""
         chosen = rows.reshape(-1, self.window).astype(np.float32)
         windows = slice(first // self.window, first // self.window + len(chosen))
         seen = self.seen[:, layer, windows]
@@ -147,7 +147,7 @@ class Remembered:
         return np.asarray((self.halves[:, layers] * share).sum(axis=0))
 
     def decided(self, layer: int) -> npt.NDArray[np.bool_]:
-        """[n_windows]: whether anything was."""
+        """[n_windows]: whether anything was decided."""
         return np.asarray(self.seen[:, layer].any(axis=0))
 
     def shares(self, layer: int, ordinals: Ids | None) -> Floats:
@@ -158,8 +158,8 @@ class Remembered:
         return self._by_chunk(self._rows(layer), ordinals)
 
     def needed(self, layer: int, ordinals: Ids | None, shares: Floats) -> Floats:
-        """[n_chunks]: the share of its rows that a request needs. `shares`: of those that choose;
-        others need every row, as often as they were seen."""
+        """[n_chunks]: the share of its rows that a request needs. `shares`: for requests that
+        choose; others need every row, as often as they were seen."""
         whole = self.whole[layer]
         if not whole.any() or not self.decided(layer).any():
             return shares
@@ -169,7 +169,7 @@ class Remembered:
         return self._by_chunk(rows, ordinals)
 
     def known_shares(self, shares: Floats, layer: int, ordinals: Ids | None) -> Floats | None:
-        """These without rows that count 1; nan where no others are, None where none are at all."""
+        """`shares` without undecided rows (1 each); nan: a chunk has no others, None: none has."""
         seen = self.decided(layer)
         if seen.all() or not seen.any():
             return shares if seen.any() else None
@@ -190,7 +190,7 @@ class Remembered:
         return np.asarray(rows.reshape(-1, self.window).mean(axis=1))
 
     def summary(self) -> Summary:
-        """As of when it was last noted."""
+        """As of the span's last note."""
         if self.summed is None:
             self.summed = self._summary()
         return self.summed
@@ -203,7 +203,7 @@ class Remembered:
         in_place = (self.uses * needed).mean(axis=1, dtype=np.float64)
         in_place *= np.exp2((self.ticks - self.tick) / HALF_LIFE)
         score = float(np.where(np.isnan(self.scores), in_place, self.scores).mean())
-        used = self.looks > 0  # also by requests that need every row, about which none decides
+        used = self.looks > 0  # also by requests that need every row, where nothing is decided
         return Summary(score, *(
             float(some.mean()) if len(some) else math.nan
             for some in (share[decided], needed[used])
@@ -211,7 +211,7 @@ class Remembered:
 
 
 def drawn(tick: int) -> int:
-    """0 or 1, by request: no order that requests come in is one of these."""
+    """0 or 1, by request: no order that requests come in matches it."""
     return (tick * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 63
 
 
@@ -253,7 +253,7 @@ def decode(raw: bytes) -> Remembered:
     body = _unpacked(raw[_HEAD.size : _HEAD.size + length], n_bytes)
     if not n or len(body) != n_bytes:
         raise FormatError("history: a value of the wrong length")
-    if version == _NO_WHOLE:  # of those who looked, none is known to have needed every row
+    if version == _NO_WHOLE:  # of the requests that looked, none is known to have needed every row
         body += body[sum(sizes[:2]) : sum(sizes[:3])] + bytes(sizes[-1])
     ticks, uses, seen, planes, looks, whole = (
         np.frombuffer(body[end - size : end], dtype=np.uint8)
@@ -277,7 +277,7 @@ def decode(raw: bytes) -> Remembered:
 
 
 def _unpacked(packed: bytes, n_bytes: int) -> bytes:
-    """At most a byte more than wanted, whatever a value makes of itself."""
+    """At most a byte more than wanted, however much a value unpacks to."""
     try:
         return zlib.decompressobj().decompress(packed, min(n_bytes, _MOST_BYTES) + 1)
     except zlib.error as err:
@@ -285,7 +285,7 @@ def _unpacked(packed: bytes, n_bytes: int) -> bytes:
 
 
 def head_of(raw: bytes | None) -> Head | None:
-    """What a value says in front; None on one that is damaged or of another version."""
+    """A value's head; None if it is damaged or of another version."""
     if raw is None or len(raw) < _HEAD.size + 8 or _sum(raw[:-8]) != raw[-8:]:
         return None
     version, n_layers, n_windows, window, _, tick, score, share = _HEAD.unpack_from(raw)

@@ -24,7 +24,7 @@ from impress.write.writer import Writer
 from tiers.base import Extent, Slot
 from tiers.errors import MediumError, ReadFailed
 
-#: Longest wait for the header of the span a new one hangs from; it is read with most leases.
+#: Longest wait for the header of the span a new one hangs from; most leases read it anyway.
 HEADER_TIMEOUT_S: Final = 10.0
 
 
@@ -45,7 +45,7 @@ class Admission:
         self._counters = counters
         self._tables = tables
         self.fitter = fitter
-        # Begun and without a writer yet: by their root keys.
+        # Stores begun that have no writer yet, with their root keys.
         self._begun: dict[Stored, bytes] = {}
         # Space reserved, not yet READY or given back.
         self._drafts: dict[int, tuple[Draft, Stored]] = {}
@@ -61,7 +61,7 @@ class Admission:
         stored = Stored(len(labels) // (4 * self._window) * self._window, 0)
         self._begun[stored] = root  # a purge may come while it waits for its space
         try:
-            # In this order: a purge that begins behind the look finds it among the begun.
+            # In this order: a purge that begins after this look finds it in `_begun`.
             if any(wanted(self._namespace, root) for wanted in [*self._home.leaving.purging]):
                 stored.refused = "purged"
             return self._begin(stored, root, labels, start, wait_s)
@@ -103,8 +103,8 @@ class Admission:
         return writer
 
     def _note(self, writer: Writer, record: SpanRecord) -> None:
-        """A purge passed while this had its space and was in no list: a crash is made good for it,
-        or it is none."""
+        """A purge ran while this store had its space but was in no list: note it, so that a crash
+        is made good for it too, or refuse it."""
         try:
             self._home.leaving.note_begun([record])
         except StoreFailed:
@@ -119,16 +119,17 @@ class Admission:
 
     @property
     def writing(self) -> bool:
-        """Whether a write of theirs is under way."""
+        """Whether a write of any of these stores is under way."""
         return any(draft.writing for draft, _ in list(self._drafts.values()))
 
     def _refuse(self, wanted: Wanted) -> list[SpanRecord]:
-        """A purge: what is under way of this is never READY. Where all that is under way lies: it
-        is erased before its space is free, whoever's, as what was evicted may have lain there.
+        """For a purge: no store under way of what is `wanted` becomes READY. Returns the records of
+        all stores under way, whoever's: they are erased before their space is free, as evicted rows
+        may have lain there.
 
-        What the committer is at this moment may be READY all the same.
+        One that the committer is working on at this moment may become READY all the same.
         """
-        for stored, root in list(self._begun.items()):  # first: from there they go to the drafts
+        for stored, root in list(self._begun.items()):  # first: from here they move to the drafts
             if wanted(self._namespace, root):
                 stored.refused = stored.refused or "purged"
         records = []
@@ -147,7 +148,7 @@ class Admission:
             self.fitter.poke(draft.record.n_windows * self._window)
 
     def _before(self, held: Sequence[Held]) -> tuple[ProbeRecord, ...]:
-        """What the span that the next hangs from was probed with, where that matters."""
+        """Probe records of the span that the next one hangs from, where they matter."""
         if not held or not self._media.fits:
             return ()
         last = held[-1].record
@@ -185,7 +186,7 @@ class Admission:
         sizes = (n_windows, self._window, self._geometry.n_layers, layout.n_sums)
         header = meta_bytes(1, *sizes)
         n_bytes = header + layout.data_bytes
-        if not ssd.in_one(header):  # first: nothing goes for the rows of what has no place
+        if not ssd.in_one(header):  # first: nothing is evicted for a store that cannot fit
             why = f"a header of {header} bytes must fit in one; raise segment_bytes"
             return f"segments too small: {why}"
         refused = home.health.refusal(layout.data_bytes)
@@ -210,7 +211,7 @@ class Admission:
             self._give_back(n_bytes, slot, meta)
             raise
         self._give_back(n_bytes, slot, meta)
-        # Of a store that has nothing yet no size is to blame. What readers hold up comes by itself.
+        # In an empty store no size is to blame. What readers hold up becomes free by itself.
         fits = home.leaving.could_hold(n_bytes) or not ssd.usage().total
         if ssd.no_room and fits and not home.leaving.held_up(layout.data_bytes):
             home.health.trouble(ssd.no_room, layout.data_bytes)
@@ -218,7 +219,7 @@ class Admission:
         return refused or ": ".join(filter(None, ("disk full", ssd.no_room)))
 
     def _give_back(self, n_bytes: int, *reserved: Slot | None) -> None:
-        """What was reserved for a store that is none, and its part of the day's writes."""
+        """Free what was reserved for a store that came to nothing, and refund its day's writes."""
         for slot in reserved:
             if slot is not None:
                 self._media.ssd.free(slot)
@@ -229,8 +230,8 @@ class Admission:
     ) -> None:
         """A writer's with-block has ended: commit what is whole, give back what is not.
 
-        Called again where an exception cut it off: `jobs`, over `last`, is empty from when the
-        draft's last job is queued, whatever it was.
+        Called again where an exception cut it off: `jobs`, an iterator over `last`, is empty once
+        the draft's last job is queued, whichever it was.
         """
         stored, draft = writer.stored, writer.draft
         try:
@@ -243,7 +244,7 @@ class Admission:
                     return
             else:
                 self._home.release(held)
-        except StoreFailed as err:  # closed meanwhile: else who waits for it would wait for ever
+        except StoreFailed as err:  # closed meanwhile: else a waiter would wait for ever
             stored.settle(stored.refused, err)
             raise
         if stored.refused:

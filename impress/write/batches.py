@@ -44,7 +44,7 @@ class Batches:
     """For the committer's thread alone; whoever waits for a job of a batch is told, come what may.
 
     An error that neither the disk nor the index raised (a bug, no memory) fails only the job that
-    met it, and flush raises it. Nobody knows how far that job came: the space it took is given to
+    met it, and flush raises it. Nobody knows how far that job got: the space it took is given to
     nobody else before the next open.
     """
 
@@ -60,21 +60,21 @@ class Batches:
         self._counters = counters
         self._duties = duties
         self._fail = fail
-        # In the index, or about to be, and not yet in the tree, nor out of both again.
+        # Spans in the index, or about to be, that are not yet in the tree, nor out of both again.
         self._unseen: dict[int, SpanRecord] = {}
         self._strays: list[SpanRecord] = []  # of these, those that never came into the tree
         self._swaps = Swaps(index, headers, catalog, history, duties, self._delete, self._unseen)
         self.names: dict[bytes, str] = index.names()
         """Root key -> what its namespace is called, in the index."""
         self._keeper = dict[str, bytes]()  # name -> the bare root that keeps it
-        # Where others' spans went last, no delete of one's own saw a root become bare. (What `load`
-        # found no place for is still to be deleted, or kept: its root is not bare yet.)
+        # Where others' spans went last, no delete of one's own saw the root become bare. (A span
+        # that `load` found no place for is still to be deleted, or kept: its root is not bare yet.)
         alive = catalog.roots() | catalog.bare_roots(catalog.untold())
         self._unnamed = self._nameless(self.names.keys() - alive)  # in the index until a commit
         for root in self._unnamed:
             del self.names[root]
         self._undone = Batch()  # deletes that failed
-        self._left: list[Batch] = []  # whose deletes are to be added to these
+        self._left: list[Batch] = []  # batches whose deletes are to be added to `_undone`
         self.undone = ""
         """Why spans that were deleted are still in the index; empty: none are."""
 
@@ -84,8 +84,8 @@ class Batches:
         return self._undone.deletes
 
     def deal_with(self, batch: Batch) -> None:
-        """All of its jobs but the barriers."""
-        for wear in batch.wears:  # first: a store waits to begin, those here may wait for a disk
+        """Do all of a batch's jobs except the barriers."""
+        for wear in batch.wears:  # first: a store waits for it; the rest may wait for a disk
             self._answer(wear, self._save_wear)
         self.attempt(self.retry)
         err = self.attempt(self._commit, batch)
@@ -102,7 +102,7 @@ class Batches:
         self.attempt(self._thin_out, batch)
 
     def attempt(self, act: Callable[..., None], *args: Any) -> StoreFailed | None:
-        """What it fails with is kept for flush."""
+        """Call `act`; the error it fails with is returned, and kept for flush."""
         try:
             act(*args)
         except Exception as err:
@@ -112,7 +112,7 @@ class Batches:
         return None
 
     def _tell(self, error: Exception) -> None:
-        """The next flush. Whoever waits for the job is told all the same."""
+        """Tell the next flush. Whoever waits for the job is told all the same."""
         with contextlib.suppress(MemoryError):
             self._fail(error)
 
@@ -128,8 +128,8 @@ class Batches:
             self._commit(self._undone)
 
     def _take_back(self) -> None:
-        """Take the unseen out of the index, and out of the tree what it shows of them: left in the
-        index alone, a purge would not find them."""
+        """Take the `_unseen` out of the index, and out of the tree what it shows of them: were they
+        left in the index alone, a purge would not find them."""
         for span, record in [*self._unseen.items()]:
             below = self._catalog.quarantine(span)
             spans = [span, *(one for one in below if one != span and one in self._catalog.own)]
@@ -174,7 +174,7 @@ class Batches:
             self._ssd.free(trial.slot)
 
     def _thin_out(self, batch: Batch) -> None:
-        """What is above home's high watermark, but for what has just come."""
+        """Delete what is above home's high watermark, except for what has just been stored."""
         if self.undone:
             return  # nothing more leaves the tree in vain
         surplus = self._duties.overfull([job.draft.record.span_id for job in batch.stores])
@@ -182,14 +182,14 @@ class Batches:
             self._delete(surplus)
 
     def _abandon(self, batch: Batch, err: StoreFailed) -> None:
-        """Whoever waits for its stores is told; what was to be deleted is deleted again."""
+        """Tell whoever waits for its stores; what was to be deleted is tried again."""
         try:
             if batch.deletes or batch.forget:
                 self.undone = self.undone or _NOT_FOUND
                 self._left.append(batch)
         finally:
             for job in batch.stores:
-                job.stored.settle(job.stored.refused, err)  # of those READY nothing changes
+                job.stored.settle(job.stored.refused, err)  # changes nothing for those READY
 
     def _delete(self, spans: list[int]) -> None:
         self._commit(Batch(deletes=spans))
@@ -225,7 +225,7 @@ class Batches:
                     erase=self._duties.spoilt, intend=batch.records, unname=bare.union(old),
                 )  # fmt: skip
                 self._unnamed = set()
-        except Exception as err:  # the transaction is whole or nothing, memory or none
+        except Exception as err:  # the transaction is all or nothing, even without memory
             for span in puts:
                 self._unseen.pop(span, None)
             told = failed(err)
@@ -236,13 +236,13 @@ class Batches:
             if batch.deletes or batch.forget:
                 self._keep(batch, str(told))
             if written:
-                self.retry()  # alone: it may have been the stores that did not go
+                self.retry()  # the deletes alone: it may have been the stores that failed
             return
         if batch is self._undone:
             self._undone = Batch()
             self.undone = _NOT_FOUND if self._unseen or self._left else ""
             strays, self._strays = self._strays, []
-            # Who follows this index may have read them.
+            # Processes that follow this index may have read them.
             self._duties.reclaim(lambda free: free.extend(strays))
         for root in bare:
             self.names.pop(root, None)
@@ -252,19 +252,19 @@ class Batches:
             self.attempt(self._publish, job, added)
         superfluous = {span: n for span, n in added.items() if n <= 0}
         if superfluous:
-            # What was before them may have been purged: nothing is left of these, nor in the log.
+            # What was before them may have been purged: nothing is left of these, even in the log.
             lost = [span for span, n in superfluous.items() if n < 0]
             self._duties.spoil(lost)
             self._commit(Batch(deletes=[*superfluous], forget=bool(lost)))
             for span in superfluous:
                 self._unseen.pop(span, None)
-        own = self._catalog.own  # an index that was copied names another shard's, too
+        own = self._catalog.own  # an index that was copied names another shard's spans, too
         mine = [span for span in batch.deletes if span in own]
         self._duties.reclaim(lambda free: self._catalog.deleted(mine, free))
 
     def _nameless(self, bare: set[bytes]) -> set[bytes]:
-        """Of roots with nothing below them those whose name goes: users come and go. One root of
-        each name keeps it, so that a purge by that name erases what of it is left in free space."""
+        """Those of these bare roots whose name goes: users come and go. One root of each name keeps
+        it, so that a purge by that name erases what is left of it in free space."""
         gone = set()
         for root in bare:
             if not (name := self.names.get(root)):
@@ -277,7 +277,7 @@ class Batches:
         return gone
 
     def _keep(self, batch: Batch, why: str) -> None:
-        """These deletes are to be tried again: their spans would come back with the next open."""
+        """Have these deletes tried again: else their spans would come back with the next open."""
         if batch is not self._undone:
             self._tell(StoreFailed(why))
             self._add_undone(batch)
@@ -291,7 +291,7 @@ class Batches:
         self._undone = Batch(deletes=deletes, forget=forget, roots=roots, records=records)
 
     def _write_header(self, job: StoreJob, written: list[StoreJob]) -> None:
-        """Wait for the rows, then write the header: then it is one of the `written`."""
+        """Wait for the rows, then write the header and add the job to `written`."""
         draft = job.draft
         try:
             draft.settle(WRITE_TIMEOUT_S)
@@ -310,12 +310,12 @@ class Batches:
             return
         if is_new:
             written.append(job)
-        else:  # not above: what fails in giving its space back must not give it back again
+        else:  # not above: a failure to give its space back must not give it back twice
             self._drop(job, None)
 
     def _publish(self, job: StoreJob, added: dict[int, int]) -> None:
         """Show a span in the tree, and note how many windows it `added` (0 or less: it is retired).
-        Not noted where an error came: then what there is of it is taken back in the next turn."""
+        Not noted where that failed: then what there is of it is taken back in the next turn."""
         record, n_windows, lost = job.draft.record, 0, None
         try:
             n_windows = added[record.span_id] = self._catalog.publish(record, job.draft.prefix)
@@ -339,7 +339,7 @@ class Batches:
             self._counters.add("stored_bytes", record.data_bytes)
 
     def _give_back(self, job: StoreJob | GiveUp) -> None:
-        """Its space, once none of its writes can land there any more: one may be stuck."""
+        """Free its space, once none of its writes can land there any more: one may be stuck."""
 
         def free() -> None:
             self._duties.scrap([job.draft.record])

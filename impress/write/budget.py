@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Final
 
 DAY_S: Final = 86_400.0
-_SPENT: Final = struct.Struct("<dd")  # bytes spent, the latest time there was: seconds of the wall
-_FAR: Final = struct.Struct("<ddd")  # and the time it was, where the latest is far ahead of it
-#: Of a day's writes, what a crash may forget: this, or a 64th of them.
+_SPENT: Final = struct.Struct("<dd")  # bytes spent, the latest time seen: wall-clock seconds
+_FAR: Final = struct.Struct("<ddd")  # and the time of the dump, where the latest is far ahead of it
+#: How much of a day's writes a crash may forget: the lesser of this and a 64th of them.
 UNSAVED_BYTES: Final = 256 << 20
 
-#: Seconds since some moment; and a wait of so many seconds, True when it is to end at once.
+#: Clock: seconds since some moment. Wait: waits so many seconds; True when it is to end at once.
 Clock = Callable[[], float]
 Wait = Callable[[float], bool]
 
@@ -59,7 +59,7 @@ class Bucket:
             return max(0.0, self._level), self._burst_bytes - self._level, self._filled_s
 
     def resume(self, missing_bytes: float, at_s: float) -> None:
-        """Begin as a bucket that at some time missed so much: all it holds at most."""
+        """Begin as a bucket that lacked missing_bytes (at most all that it holds) at at_s."""
         with self._lock:
             self._level = max(0.0, self._burst_bytes - missing_bytes)
             self._filled_s = at_s
@@ -87,21 +87,21 @@ class Pace:
 class WriteBudget:
     """Bytes that may be written in a day, for the sake of the disk. Thread-safe.
 
-    A bucket that holds a day's bytes and is filled over a day; None: no limit, and counted for
-    the next process, which may have one. `clock`: seconds of the wall, because what was spent
-    before a restart counts: `dump` is handed in again as `saved`.
+    A bucket that holds a day's bytes and is filled over a day. None: no limit; what is spent is
+    counted for the next process, which may have one. `clock`: wall-clock seconds, because what was
+    spent before a restart counts: `dump` is handed in again as `saved`.
     """
 
     def __init__(self, daily_bytes: int | None, clock: Clock, saved: bytes = b"") -> None:
         self._clock = clock
-        self._lock = threading.Lock()  # of what is spent where there is no limit
+        self._lock = threading.Lock()  # guards what is spent where there is no limit
         self._unsaved = 0  # allowed since the last dump
         self._most_unsaved = min((daily_bytes or 0) / 64, UNSAVED_BYTES)
         now_s = clock()
         self._spent, self._newest_s, at_s = _spent(saved) or (0.0, now_s, now_s)
-        # Up to the latest time nothing fills between processes: of a clock that was behind and is
-        # set right, a day would have gone by that never was. Far from it that one may have been
-        # wrong, and time goes by this clock. What fills while this runs is in what is spent.
+        # Between processes nothing fills up to the latest time seen: else setting right a clock
+        # that was behind would add a day that never was. Where that time is far ahead it may have
+        # been wrong, and this clock counts. What fills while this runs is in what is spent.
         self._at_s = min(now_s, at_s if self._is_far(now_s) else self._newest_s)
         self._bucket = None
         if daily_bytes is not None:
@@ -119,7 +119,7 @@ class WriteBudget:
         return True
 
     def refund(self, n_bytes: int) -> None:
-        """They were allowed and not written."""
+        """These bytes were allowed and not written."""
         if self._bucket is not None:
             self._bucket.give(n_bytes)
             with self._lock:
@@ -130,7 +130,7 @@ class WriteBudget:
     @property
     def is_due(self) -> bool:
         """Whether so much was allowed since the last dump that a crash now would forget more than a
-        small part of a day: to be saved before it is written."""
+        small part of a day's writes: what is spent is to be saved before these are written."""
         return self._unsaved > self._most_unsaved
 
     @property
@@ -139,9 +139,9 @@ class WriteBudget:
         return None if self._bucket is None else int(self._bucket.state()[0])
 
     def dump(self) -> bytes:
-        """What is spent and when that was so, to go on from after a restart."""
+        """What is spent, and as of when, to go on from after a restart."""
         with self._lock:
-            self._unsaved = 0  # first: what is allowed from here on may not be in it
+            self._unsaved = 0  # first: what is allowed from here on may not be in the dump
             spent, at_s = self._spent, self._at_s
             if self._bucket is not None:
                 _, spent, at_s = self._bucket.state()
@@ -156,8 +156,8 @@ class WriteBudget:
     def _count(self, n_bytes: int) -> None:
         """Without a limit, so without a rate to fill at: what was spent fades over a day.
 
-        Never faster than a bucket fills that it was taken from, and to a day's bytes where as much
-        is written every day.
+        Never faster than a bucket fills from which it was taken; and it settles at a day's bytes
+        where that much is written every day.
         """
         with self._lock:
             now_s = self._clock()
@@ -166,7 +166,7 @@ class WriteBudget:
 
 
 def _spent(saved: bytes) -> tuple[float, float, float] | None:
-    """(bytes, the latest time, the time it was) as `dump` packed them; None: that is not it."""
+    """(bytes, the latest time, the time of the dump) as `dump` packed them; None: not a dump."""
     if len(saved) not in (_SPENT.size, _FAR.size):
         return None
     spent, newest_s, *own = struct.unpack(f"<{len(saved) // 8}d", saved)

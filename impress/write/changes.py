@@ -3,7 +3,7 @@
  0  8 generation before this one (0: there was nothing before; 1: there was, but no log of it)
  8  8 the highest span id given out so far
 16  4 changes, 4 zero
-24  … of each: 8 span put (0: none), 8 span taken out (0: none; both: the new one takes its
+24  … for each: 8 span put (0: none), 8 span taken out (0: none; both: the new one takes its
       place), 4 bytes of prefix, 4 zero, then the prefix: labels from the root to the new one's end
 -8  8 xxh3_64 of all before
 """
@@ -23,7 +23,7 @@ _CHANGE: Final = struct.Struct("<QQI4x")
 
 
 class Change(NamedTuple):
-    """A span put (`new`), taken out (`old`), or one in the other's place."""
+    """A span put (`new`), taken out (`old`), or one put in the other's place."""
 
     new: int
     old: int

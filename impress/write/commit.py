@@ -1,6 +1,6 @@
 """The committer: one thread that owns every write to the index.
 
-put ─> queue ─(turn: all that waits)─> Batches: stores, deletes, swaps ─> who waits is told
+put ─> queue ─(turn: all that waits)─> Batches: stores, deletes, swaps ─> those who wait are told
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("impress")
 
 
 class Committer:
-    """Queues jobs from any thread; works on its own."""
+    """Queues jobs from any thread; works on a thread of its own."""
 
     def __init__(
         self, index: Index, ssd: SsdTier, catalog: MergedCatalog, counters: Counters,
@@ -52,8 +52,8 @@ class Committer:
         self._jobs: deque[Job] = deque()
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        # All are woken, though one thread waits: Ctrl-C in `notify` leaves one that was woken among
-        # those that wait, and the next `notify` would be for that one.
+        # Always notify_all, though only one thread waits: Ctrl-C in `notify` leaves a thread that
+        # was woken among the waiters, and the next `notify` would go to that one.
         self._wake = threading.Condition(self._lock)
         self._open = True
         self._save_asked = False
@@ -79,7 +79,7 @@ class Committer:
         return self._batches.undeleted
 
     def delete(self, spans: list[int]) -> None:
-        """Retired spans: out of the index, then reclaimed when nobody holds them.
+        """Take retired spans out of the index; they are reclaimed when nobody holds them.
 
         Where that fails, `undone` says so, and it is tried again with every batch.
         """
@@ -87,34 +87,34 @@ class Committer:
             self._put(spans)
 
     def delete_now(self, spans: list[int], timeout_s: float) -> str:
-        """As `delete`, and waits: why they, or earlier ones, are `undone`. Raises StoreFailed."""
+        """As `delete`, and waits; why these, or earlier ones, are `undone`. Raises StoreFailed."""
         self.delete(spans)
         if not self.barrier(timeout_s):
             raise StoreFailed(f"index: no commit within {timeout_s:g} s")
         return self.undone
 
     def erase(self, spans: list[int], roots: Collection[bytes], records: list[SpanRecord]) -> None:
-        """As `delete`; the log of changes forgets all it says, and these roots have no name. Where
-        `records` lie, which are in the index no more or not yet, is noted until it is erased."""
-        for root in roots:  # until a store brings it again
+        """As `delete`; the log of changes forgets all it says, and these roots lose their names.
+        The space of `records`, no longer or not yet in the index, is noted until it is erased."""
+        for root in roots:  # until a store brings its name again
             self.names.pop(root, None)
         self._put(Erase(spans, roots, records))
 
     def intend(self, record: SpanRecord, timeout_s: float) -> None:
-        """A copy is about to be written here: where a crash cuts it off, the next open erases it.
+        """A copy is about to be written here: if a crash cuts it off, the next open erases it.
 
-        Before its first byte. Raises StoreFailed.
+        Call this before its first byte is written. Raises StoreFailed.
         """
         self._ask(Intent(record), timeout_s)
 
     def save_history(self) -> None:
-        """Soon: what requests have shown since it was last saved, and heat. Never raises."""
+        """Save soon what requests have shown since it was last saved, and heat. Never raises."""
         with self._lock:
             self._save_asked = True
             self._wake.notify_all()
 
     def settle(self) -> None:
-        """Soon: what was let go is reclaimed. Never raises, nor in a fork's child."""
+        """Reclaim soon what was let go. Never raises, even in a fork's child."""
         if os.getpid() != self._pid:  # the thread stayed behind, perhaps with the lock
             return
         with self._lock:
@@ -130,7 +130,7 @@ class Committer:
         self._ask(SaveWear(), timeout_s)
 
     def _ask(self, job: Trial | Intent | SaveWear, timeout_s: float) -> None:
-        """Wait for what comes of it, and raise that."""
+        """Queue a job and wait for its end. Raises the error it ended with."""
         self._put(job)
         if not job.ended.wait(timeout_s):
             raise StoreFailed(f"a write has not ended within {timeout_s:g} s")
@@ -146,11 +146,11 @@ class Committer:
     def fail(self, error: Exception) -> None:
         """Keep an error for the next flush to raise."""
         with self._lock:
-            self._failure = self._failure or error  # nobody may ever ask: each holds its rows
+            self._failure = self._failure or error  # one: each holds its rows, and nobody may ask
             self._n_failures += 1
 
     def take_failure(self) -> StoreFailed | None:
-        """What failed since this was asked: the first error, and how many more there were."""
+        """What failed since this was last asked: the first error, and how many more there were."""
         with self._lock:
             first, n = self._failure, self._n_failures
             self._failure, self._n_failures = None, 0
@@ -173,7 +173,7 @@ class Committer:
         return self._thread.ended(0.0)
 
     def save_last(self) -> None:
-        """After `close`: the history of requests that ended meanwhile. Raises StoreFailed."""
+        """After `close`: save the history of requests that ended meanwhile. Raises StoreFailed."""
         if self.ended:
             self._save_history()
 
@@ -181,7 +181,7 @@ class Committer:
         self.queue((job,))
 
     def queue(self, jobs: Iterable[Job]) -> None:
-        """However this ends, what it has not taken from `jobs` is not queued, and the rest is.
+        """However this ends, what it has taken from `jobs` is queued, and the rest is not.
 
         Raises StoreFailed.
         """
@@ -210,7 +210,7 @@ class Committer:
             if not self._jobs and not self._open:
                 return False
             batch = Batch()
-            with contextlib.suppress(MemoryError):  # of the rest: in the next turn
+            with contextlib.suppress(MemoryError):  # the rest waits for the next turn
                 while self._jobs:
                     batch.add(self._jobs[0])
                     self._jobs.popleft()
@@ -229,21 +229,21 @@ class Committer:
         return bool(self._jobs) or self._save_asked or self._settle_asked or not self._open
 
     def _settle(self) -> None:
-        """What was let go, in this turn too."""
+        """Reclaim what was let go, in this turn too."""
         if self._settle_asked:
             self._settle_asked = False
             self._duties.reclaim(self._catalog.unheld)
 
     def _save_heat(self) -> None:
-        """At the end; and what came to nothing was written, too."""
+        """At the end, with the day's writes: what came to nothing was written, too."""
         if self.undone:
             log.warning("%d deleted spans are back at the next open", len(self.undeleted))
         heat, wear = self._catalog.heat(), self._duties.wear()
         self._index.commit({}, heat=heat, wear=wear, last=True)
 
     def _save_history(self) -> None:
-        """However it ends, what is not saved is saved with the next. Raises StoreFailed for what
-        neither the disk nor the index says."""
+        """However it ends, what is not saved now is saved the next time. Raises StoreFailed for an
+        error that neither the disk nor the index raised."""
         tick, is_saved = self._history.tick, False
         try:
             values, ledgers = self._history.dump(), self._ledgers.dump()

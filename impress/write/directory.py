@@ -123,13 +123,13 @@ def _check_lost(path: Path) -> None:
 def make_identity(path: Path, geometry: Geometry, window: int) -> None:
     """Make an empty directory a store. A directory with foreign files is refused, untouched.
 
-    Where another process makes it one meanwhile, what that wrote stays: read it.
+    Where another process makes it a store meanwhile, what that process wrote stays: read it.
     """
     try:
         new = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in new:
-            with suppress(PermissionError):  # one that may be written to and not be read
+            with suppress(PermissionError):  # a folder that may be written but not read
                 sync_path(folder.parent)
         foreign = [p.name for p in path.iterdir() if not p.name.startswith(f".{IDENTITY}")]
         if foreign and not (path / IDENTITY).exists():
@@ -169,7 +169,7 @@ def matching_identity(path: Path, geometry: Geometry, window: int, *, create: bo
         make_identity(path, geometry, window)
     if create and _read_raw(path)[0] < VERSION:
         try:
-            with turn_at(path):  # of the folder itself: all else of its locks lie in what is moved
+            with turn_at(path):  # of the folder itself: its other locks are in what is moved
                 fresh = Identity(VERSION, secrets.token_bytes(_UUID_BYTES), geometry, window)
                 if (old := _read_raw(path)[0]) < VERSION:  # else another was first
                     _set_aside(path, old, fresh)
@@ -221,8 +221,8 @@ def _set_aside(path: Path, old: int, identity: Identity) -> None:
 class Shard:
     """One writer's part of a directory. `lock` it before writing anything in it.
 
-    Shard 0 is called main. A shard's number stands in all its span ids and segment numbers, so
-    that those of all shards differ.
+    Shard 0 is called main. A shard's number is part of all its span ids and segment numbers, so
+    that no two shards have one in common.
     """
 
     def __init__(self, path: Path, number: int = 0) -> None:
@@ -239,7 +239,7 @@ class Shard:
         self._fd: Locked | None = None
 
     def lock(self) -> None:
-        """Become the writer. Raises StoreLocked at once when somebody is, StoreFailed."""
+        """Become the writer. Raises StoreLocked at once when somebody else is, StoreFailed."""
         try:
             make_folder(self.path)
             self._fd = lock_file(self.path / "lock")
@@ -257,7 +257,7 @@ class Shard:
                 else:
                     gone.rename(self.index)
             made = self.index.with_name(MADE)
-            if made.is_dir():  # a rebuild was
+            if made.is_dir():  # a rebuild was cut off
                 if self.index.is_dir():
                     shutil.rmtree(made)
                 else:
@@ -270,8 +270,8 @@ class Shard:
             raise
 
     def n_misnamed(self) -> int:
-        """Segments here that are numbered as another folder's: it was renamed, or is a copy, and
-        nobody writes to them. Raises OSError."""
+        """Segments here that are numbered as another folder's: this one was renamed, or is a copy,
+        and nobody writes to them. Raises OSError."""
         numbers = (int(path.stem) // SEGMENTS for path in segment_paths(self.segments))
         return sum(number != self.number for number in numbers)
 
@@ -280,7 +280,7 @@ class Shard:
         f"move them to that of their number (N.seg to shards/M/segments, M = N // {SEGMENTS}, "
         "for 0 main), and run impress rebuild; or delete a copy"
     )
-    """What to do where some are."""
+    """What to do where some segments are misnamed."""
 
     def check_index(self) -> None:
         """Raises FormatError where segments lie here without an index, or a purge was cut off;
@@ -289,7 +289,7 @@ class Shard:
             raise FormatError(
                 f"{self.path.parent.parent}: a purge of shard {self.name} was cut off: repeat it"
             )
-        # One begun anew would take all that the segments hold for free.
+        # A new, empty index would take all that the segments hold for free space.
         if not self.has_index() and self.has_segments():
             raise FormatError(
                 f"{self.path.parent.parent}: the index of shard {self.name} is missing; "
@@ -297,9 +297,9 @@ class Shard:
             )
 
     def has_index(self) -> bool:
-        """Whether its file is there and holds anything; also where that cannot be told.
+        """Whether its file is there and holds anything; True where that cannot be told.
 
-        The folder alone is what an open left that was cut off, or went without its file.
+        A folder alone was left by an open that was cut off, or has lost its file.
         """
         try:
             return (self.index / "data.mdb").stat().st_size > 0
@@ -309,11 +309,11 @@ class Shard:
             return True
 
     def has_segments(self) -> bool:
-        """Whether there are any. Raises StoreFailed: what cannot be listed is not nothing."""
+        """Whether there are any. Raises StoreFailed: what cannot be listed may hold some."""
         return any(name.endswith(".seg") for name in names_in(self.segments))
 
     def is_purged(self) -> bool:
-        """Whether a purge is at it, or was cut off. Raises StoreFailed."""
+        """Whether a purge is under way here, or was cut off. Raises StoreFailed."""
         return _is_dir(self.path / GONE)
 
     def unlock(self) -> None:
@@ -331,7 +331,7 @@ class Shard:
 
 @contextmanager
 def writing(shard: Shard) -> Iterator[None]:
-    """Says of a shard that is locked what helps where no other can be named. Raises StoreLocked."""
+    """Where a shard is locked and no other can be named, says what helps. Raises StoreLocked."""
     try:
         yield
     except StoreLocked:
@@ -344,7 +344,7 @@ def writing(shard: Shard) -> Iterator[None]:
 def shards_of(path: Path) -> list[Shard]:
     """Every shard of a directory in which something was ever stored, by number.
 
-    Also where a purge was cut off that had left nothing but the index it was to replace. Raises
+    Even one in which a purge was cut off, leaving only the index it was to replace, counts. Raises
     StoreFailed where that cannot be told.
     """
     names = names_in(path / "shards")
@@ -358,9 +358,9 @@ def is_number(name: str) -> bool:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Of what lies there; none where there is no such folder. Raises StoreFailed.
+    """Names of what lies there; none where there is no such folder. Raises StoreFailed.
 
-    Not `glob`, which passes over a folder that it may not list.
+    Not by `glob`, which passes over a folder that it may not list.
     """
     try:
         return [path.name for path in folder.iterdir()]

@@ -62,7 +62,7 @@ class Stored:
         return not self.refused
 
     def settle(self, refused: str = "", error: Exception | None = None) -> None:
-        """The store's last word, by the writer or the committer; none is heard after it."""
+        """The store's outcome, from the writer or the committer; any after the first is ignored."""
         if not self._end.is_set():
             self.refused, self.error = refused, error
             self._end.set()
@@ -74,7 +74,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A codec as one span uses it: how its header says so, and the parameters by layer."""
+    """A codec as one span uses it: its record in the header, and its parameters by layer."""
 
     codec: ProbeCodec
     record: ProbeRecord
@@ -117,8 +117,8 @@ class Media:
     def sketches(self, before: Sequence[ProbeRecord] = ()) -> tuple[Sketch, ...]:
         """What a new span's records are made with; `before`: those of the span it hangs from.
 
-        A fitted codec goes on as the span before did, so that one prefix is scored alike from end
-        to end; else with the newest parameters; until there are any with its fallback.
+        A fitted codec goes on as in the span before, so that one prefix is scored alike from end
+        to end; else it takes the newest parameters, or its fallback until there are any.
         """
         made: dict[str, Sketch] = {}
         for codec in self.codecs:
@@ -168,16 +168,16 @@ class Draft:
         self._lock = threading.RLock()
         self._fewer = threading.Condition(self._lock)
         self._writing = 0
-        self._then: Callable[[], None] | None = None  # given up: called when nothing is written
+        self._then: Callable[[], None] | None = None  # given up: call it when no write is under way
         self._error: Exception | None = None
 
     @property
     def writing(self) -> bool:
-        """Whether a write of its is under way."""
+        """Whether one of its writes is under way."""
         return self._writing > 0
 
     def order(self) -> RowOrder | None:
-        """How its rows lie; None when in every layer in position order. FormatError: a bug."""
+        """How its rows lie; None when every layer is in position order. FormatError: a bug."""
         if all(slots is None for slots in self.packed):
             return None
         rows = np.arange(self.record.n_windows * self.record.window)
@@ -186,7 +186,7 @@ class Draft:
     def write(self, layer: int, first: int, count: int, buffer: Buffer) -> None:
         """Send a slot (K pieces of `count` windows, then V pieces) to its place; takes the slot.
 
-        With it the probe records, unless the layer is packed: `write_probes` sends those.
+        Probe records go with it, unless the layer is packed: then `write_probes` sends them.
         """
         self._submit(partial(self._write, layer, first, count, buffer.array), buffer)
 
@@ -199,7 +199,7 @@ class Draft:
         counted = False
         try:
             with self._lock:
-                if self._then is not None:  # given up while this was on its way: not its place now
+                if self._then is not None:  # given up on the way: no longer its place
                     buffer.release()
                     return
                 self._writing += 1
@@ -228,7 +228,7 @@ class Draft:
             self._ended(buffer)
 
     def _ended(self, buffer: Buffer) -> None:
-        """A write is over; who gave up is told of the last."""
+        """A write is over; after the last one, whoever gave up is told."""
         buffer.release()
         with self._lock:
             self._writing -= 1
@@ -250,7 +250,7 @@ class Draft:
             self._write_probes(layer, first, count, slot)
 
     def _write_probes(self, layer: int, first: int, count: int, slot: Bytes) -> None:
-        """What each codec makes of these windows' keys: a padded piece a window."""
+        """Write each codec's records of these windows' keys: one padded piece per window."""
         g, plane = self._geometry, self.layout.planes[K]
         packed = slot[: count * plane.chunk_bytes]
         keys = plane_words(packed, plane, g.dtype, g.n_kv_heads, g.head_dim)
@@ -261,7 +261,7 @@ class Draft:
             self._put(i, layer, first, count, data)
 
     def _put(self, plane: int, layer: int, first: int, count: int, data: Bytes) -> None:
-        """Chunks of a plane to their place, and their sums."""
+        """Write chunks of a plane to their place, and note their sums."""
         shape = self.layout.planes[plane]
         start = self.layout.sums_at(layer, plane, first)
         self.sums[start : start + count * shape.pieces] = sums_of(data, shape.piece_bytes)

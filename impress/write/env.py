@@ -35,10 +35,10 @@ from tiers.files import (
 #: reader is not refused by LMDB and corrupts it.
 MAP_BYTES: Final = 64 << 30
 
-#: Of LMDB's table of readers: 126 of them, LMDB's default.
+#: Size of LMDB's table of readers: room for 126 of them, LMDB's default.
 LOCK_BYTES: Final = 8 << 10
 
-#: What LMDB says of a file that is not sound, as opposed to one that may not be opened or is full.
+#: LMDB's errors for a file that is not sound, as opposed to one it may not open or that is full.
 _DAMAGE: Final = (
     lmdb.BadDbiError, lmdb.BadTxnError, lmdb.CorruptedError, lmdb.InvalidError, lmdb.NotFoundError,
     lmdb.PageNotFoundError, lmdb.VersionMismatchError,
@@ -48,12 +48,12 @@ MOUNTS: Final = Path("/proc/self/mountinfo")
 #: Databases of an index.
 NAMES: Final = ("spans", "heat", "names", "history", "guard", "log", "erase")
 LATER: Final = ("history", "guard", "log", "erase")  # stores written before these existed lack them
-#: In a meta page of LMDB's: the roots of its two trees, and the transaction that wrote it.
+#: Offsets in an LMDB meta page: the roots of its two trees, and the transaction that wrote it.
 _ROOTS_AT: Final = (80, 128)
 _TXN_AT: Final = 144
 _NO_PAGE: Final = (1 << 64) - 1
 _U64: Final = struct.Struct("<Q")
-Key = tuple[Path, int]  # and the inode: another file in its place is another index
+Key = tuple[Path, int]  # with the inode: another file in its place is another index
 
 
 class NothingYet(FormatError):
@@ -62,18 +62,18 @@ class NothingYet(FormatError):
 
 @dataclass(slots=True)
 class Env:
-    """What this process has open of an index, shared by everybody who does."""
+    """An index as this process has it open, shared by everybody here who uses it."""
 
     env: Any
     users: int = 0
     dbs: dict[str, Any] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
-    counted: bool = True  # who reads by it stands in LMDB's table
+    counted: bool = True  # its readers are in LMDB's table
     n_bytes: int = 0  # of its file, when it was last looked at
 
     def check_uncut(self, folder: Path, inode: int) -> None:
-        """Raises FormatError when the file is shorter than it was: LMDB never makes it so. Somebody
-        has copied over it, say, and a touch of what is gone would be SIGBUS."""
+        """Raises FormatError when the file is shorter than it was: LMDB never shortens it. Somebody
+        has copied over it, say, and touching what is gone would be SIGBUS."""
         path, n_bytes = folder / "data.mdb", self.n_bytes  # before the look: meanwhile it may grow
         try:
             stat = path.stat()
@@ -90,11 +90,11 @@ class Env:
 
 
 envs: dict[Key, Env] = {}
-envs_lock = threading.Lock()  # also of opening databases: LMDB takes one at a time
+envs_lock = threading.Lock()  # also for opening databases: LMDB takes one at a time
 
 
 def _in_a_child() -> None:
-    """A fork's: who held the lock stayed behind. What is open stays noted, to be refused."""
+    """After a fork: the lock's holder stayed behind. What is open stays noted, to be refused."""
     global envs_lock
     envs_lock = threading.Lock()
 
@@ -104,7 +104,7 @@ os.register_at_fork(after_in_child=_in_a_child)
 
 def check_fork(path: Path) -> None:
     """Raises StoreFailed where an index of a store was open when this process was forked: it
-    cannot be opened, and what another shard took would be no hit of those who use it."""
+    cannot be opened here, and nothing in it would be a hit in another shard taken instead."""
     theirs = {folder for (folder, _), one in list(envs.items()) if one.pid != os.getpid()}
     for shard in shards_of(path) if theirs else ():
         if (folder := shard.index.resolve()) in theirs:
@@ -116,7 +116,7 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
     with envs_lock:
         inode = inode_of(folder)
         shared = envs.get((folder, inode))
-        if shared is not None and shared.pid != os.getpid():  # LMDB forbids to use it here
+        if shared is not None and shared.pid != os.getpid():  # LMDB forbids its use here
             raise StoreFailed(f"index: {folder}: {FORKED}")
         if shared is None:
             data = folder / "data.mdb"
@@ -138,10 +138,10 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
                 before, inode = inode, inode_of(folder)
                 if before == -1 and writable:  # made just now
                     sync_path(folder)
-                if before not in (-1, inode):  # taken for the new one it would never be let go of
+                if before not in (-1, inode):  # taken for the new one, it would never be let go
                     said = "another was put in its place as it was opened: try again"
                     raise StoreFailed(f"index: {folder}: {said}")
-            except BaseException:  # Ctrl-C: who holds its traceback holds this, and may not again
+            except BaseException:  # Ctrl-C: its traceback keeps this open, which LMDB allows once
                 env.close()
                 raise
             shared = Env(env, counted=writable)
@@ -152,11 +152,11 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
 
 
 def _make_table(path: Path, *, needed: bool) -> bool:
-    """LMDB maps its table of readers as a file of holes, and to touch one on a disk that is full is
-    SIGBUS; where the file system copies what is written, to touch it again is, too. Raises OSError.
-    (None of this process has it open: closing it drops LMDB's lock.)
+    """LMDB maps its table of readers as a sparse file, and touching a hole on a full disk is
+    SIGBUS; so is touching it again where the file system copies on write. Gives it blocks.
+    (Nothing in this process has it open: closing it drops LMDB's lock.) Raises OSError.
 
-    False, unless it is `needed`: nobody writes there, as the file system went read-only by itself.
+    False where it is not `needed` and the file system went read-only by itself: nobody writes.
     """
     try:
         fd = open_or_make(path)
@@ -169,7 +169,7 @@ def _make_table(path: Path, *, needed: bool) -> bool:
             keep_in_place(fd)
         give_blocks(fd, LOCK_BYTES)
     except OSError:
-        if not os.fstat(fd).st_blocks:  # else it has the slots of the first readers
+        if not os.fstat(fd).st_blocks:  # else it has blocks for the slots of the first readers
             raise
     finally:
         os.close(fd)
@@ -177,10 +177,10 @@ def _make_table(path: Path, *, needed: bool) -> bool:
 
 
 def _check_unwritten(folder: Path) -> None:
-    """A reader that may not write stands in no table of LMDB's: a writer uses pages again under it.
+    """A reader that may not write is not in LMDB's table: a writer would reuse pages under it.
 
-    Raises StoreFailed where there is one, unless all of the file system takes no writes, as one
-    that went read-only by itself: its writer has the lock for as long as it lives.
+    Raises StoreFailed where there is a writer, unless the whole file system takes no writes, like
+    one that went read-only by itself: its writer has the lock for as long as it lives.
     """
     try:
         fd = os.open(folder.parent / "lock", os.O_RDONLY | os.O_CLOEXEC)
@@ -211,8 +211,8 @@ def _takes_no_writes(fd: int) -> bool:
 
 
 def open_dbs(shared: Env, *, create: bool) -> None:
-    """Those there are. Once a process and index: it takes LMDB's write lock for a moment, and waits
-    for a writer that is stopped: of py-lmdb's transactions only one that writes keeps the names.
+    """Open those there are. Once per process and index: it takes LMDB's write lock for a moment,
+    and waits for a stopped writer: in py-lmdb only a write transaction keeps the names.
 
     Raises NothingYet where there are none.
     """
@@ -220,13 +220,13 @@ def open_dbs(shared: Env, *, create: bool) -> None:
         names = [name for name in NAMES if name not in shared.dbs]
         if not names:
             return
-        if create:  # at once: who reads beside its first writer finds all of them, or none
+        if create:  # at once: a reader beside its first writer finds all of them, or none
             with shared.env.begin(write=True) as txn:
                 made = {name: shared.env.open_db(name.encode(), txn=txn) for name in names}
             shared.dbs.update(made)
             return
         found = {}
-        # One that `open_db` begins would have all threads of this process wait, Ctrl-C too.
+        # A transaction that `open_db` begins would block all threads here, and Ctrl-C too.
         with shared.env.begin(write=True) if shared.counted else nullcontext() as txn:
             for name in names:
                 try:
@@ -239,7 +239,7 @@ def open_dbs(shared: Env, *, create: bool) -> None:
                         raise NothingYet(said) from None
                     if name not in LATER:
                         raise
-        shared.dbs.update(found)  # behind its end: until then they are the transaction's own
+        shared.dbs.update(found)  # after its end: until then they belong to the transaction
 
 
 def close_env(key: Key) -> None:
@@ -252,7 +252,7 @@ def close_env(key: Key) -> None:
 
 
 def inode_of(folder: Path) -> int:
-    """Of an index's file; -1: there is none."""
+    """The inode of an index's file; -1: there is none."""
     try:
         return (folder / "data.mdb").stat().st_ino
     except OSError:
@@ -260,17 +260,17 @@ def inode_of(folder: Path) -> int:
 
 
 def compact(folder: Path) -> None:
-    """Write the index anew without what it has freed, and put it in the old one's place.
+    """Rewrite the index without what it has freed, and put it in the old one's place.
 
-    One that a rebuild set aside goes: token ids stand in it too. For whoever holds the writer's
-    lock, with no `Index` of this process open on it. Another process that reads the old one goes
-    on with that. Raises StoreFailed.
+    An index that a rebuild set aside is deleted: it holds token ids too. For whoever holds the
+    writer's lock, with no `Index` of this process open on it. Another process that reads the old
+    one goes on with that one. Raises StoreFailed.
     """
     folder = folder.resolve()
     draft, gone = folder.with_name("index.new"), folder.with_name(GONE)
     try:
         for stale in (draft, gone, folder.with_name(OLD)):
-            with suppress(FileNotFoundError):  # nothing else: token ids stand there
+            with suppress(FileNotFoundError):  # no other error: token ids are in there
                 shutil.rmtree(stale)
         make_folder(draft)
         shared, key = open_env(folder, create=False)
@@ -311,13 +311,13 @@ def _failed(folder: Path, err: Exception) -> StoreFailed:
     said = _said(folder, err)
     if isinstance(err, lmdb.MemoryError):
         said += f"; it maps {MAP_BYTES >> 30} GiB of addresses: raise `ulimit -v`"
-    if isinstance(err, lmdb.PanicError):  # behind a write of its first pages that failed
+    if isinstance(err, lmdb.PanicError):  # after a failed write of its first pages
         said += "; LMDB writes no more in this process: close the store, and open it again"
     return StoreFailed(f"index: {said}")
 
 
 def _said(folder: Path, err: Exception) -> str:
-    """With the folder once: LMDB says it of an index that it cannot open. Pure."""
+    """The error, naming the folder once: LMDB names it where it cannot open an index. Pure."""
     said = (err.strerror if isinstance(err, OSError) else None) or str(err)
     return f"{folder}: {said.removeprefix(f'{folder}: ')}"
 
@@ -342,8 +342,8 @@ def check_whole(env: Any, folder: Path) -> None:
 
 
 def _holds_its_trees(path: Path, page_bytes: int, n_pages: int) -> bool:
-    """Whether all pages that are in use lie in the first so many of LMDB's file. Touches none of
-    its map. Raises OSError."""
+    """Whether all pages that are in use lie in the first `n_pages` of LMDB's file. Touches none
+    of its map. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         metas = [os.pread(fd, page_bytes, at * page_bytes) for at in (0, 1)]
@@ -359,7 +359,7 @@ def _holds_its_trees(path: Path, page_bytes: int, n_pages: int) -> bool:
             seen.add(page)
             below, ends = _below(os.pread(fd, page_bytes, page * page_bytes))
             todo += below
-            for first in ends:  # a value on pages of its own: their number stands in the first
+            for first in ends:  # a value on pages of its own: how many is in the first
                 count = os.pread(fd, 4, first * page_bytes + 12)
                 if first + int.from_bytes(count, "little") > n_pages or len(count) < 4:
                     return False
@@ -371,7 +371,7 @@ def _holds_its_trees(path: Path, page_bytes: int, n_pages: int) -> bool:
 
 
 def _below(page: bytes) -> tuple[list[int], list[int]]:
-    """Of a page of a tree: pages of trees below it; first pages of large values. Pure."""
+    """For a page of a tree: (tree pages below it, first pages of large values). Pure."""
     flags, lower = struct.unpack_from("<HH", page, 10)
     trees, values = list[int](), list[int]()
     for (at,) in struct.iter_unpack("<H", page[16:lower]):
@@ -380,6 +380,6 @@ def _below(page: bytes) -> tuple[list[int], list[int]]:
             trees.append(low | high << 16 | kind << 32)
         elif kind & 1:
             values.append(*_U64.unpack_from(page, at + 8 + key))
-        elif kind & 2:  # a database: its root is the last of what is said of it
+        elif kind & 2:  # a database: its root is the last field of its record
             trees.append(*_U64.unpack_from(page, at + 8 + key + 40))
     return trees, values

@@ -2,8 +2,8 @@
 
 READY spans → K planes, layer by layer, verified → codec.fit → Params.add → later spans use them
 
-Nothing waits for it but `flush` and `close`. Rows are read unpinned: a span evicted meanwhile does
-not match its sums, as one that is damaged, and is left out. A fit for which something was lacking
+Only `flush` and `close` wait for it. Rows are read unpinned: a span evicted meanwhile does not
+match its sums, like one that is damaged, and is left out. A fit for which something was lacking
 (files, memory) is tried again with the next store.
 """
 
@@ -40,7 +40,7 @@ ENOUGH_TOKENS: Final = FIT_TOKENS
 
 
 class _LeftOut(Exception):
-    """A span that does not read back is one of the unread now."""
+    """A span did not read back, and is now one of the unread."""
 
 
 class Fitter:
@@ -98,8 +98,8 @@ class Fitter:
             self._state.wait_for(lambda: not self._busy or self._closing.is_set(), timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Give up a fit under way, after the layer it is at; nothing of it, or of a purge, changes
-        the parameters from here on. False: it reads there still."""
+        """Give up a fit under way, after the layer it is at; neither it nor a purge changes the
+        parameters from here on. False: it is still reading there."""
         with self._lock:
             self._closing.set()
             self._state.notify_all()
@@ -111,7 +111,7 @@ class Fitter:
     # ---- inside ----------------------------------------------------------------------------
 
     def _missing(self) -> list[Pca]:
-        """Codecs without parameters, but for those of which none can be kept."""
+        """Codecs without parameters, except those for which none can be kept."""
         lacking = [c for c in self._codecs if self._params.current(self._namespace, c.name) is None]
         return [codec for codec in lacking if codec.name not in self._not_kept]
 
@@ -124,7 +124,7 @@ class Fitter:
         while not self._closing.is_set():
             try:
                 self._turn()
-            except Exception:  # it could not even be said: a handler of the log's, or no memory
+            except Exception:  # it could not even be logged: a failing handler, or no memory
                 continue
 
     def _turn(self) -> None:
@@ -180,8 +180,8 @@ class Fitter:
 
     @contextmanager
     def _reading(self, span: int) -> Iterator[None]:
-        """Raises _LeftOut where it does not read back: no request may ever come to it, which would
-        have taken it out of the tree. Where it is the process that lacks something, as it was."""
+        """Raises _LeftOut where the span does not read back: a request, which would take it out of
+        the tree, may never come to it. Where the process lacks something: the error as it is."""
         try:
             yield
         except ReadFailed as err:

@@ -2,8 +2,8 @@
 
     look: which shards are there → their logs since the last look → the tree → say how far we are
 
-Behind everybody's back, every `Config.follow_every_s`; no request waits for it. A log that does not
-reach back far enough, or an index made anew, is read whole and compared.
+In the background, every `Config.follow_every_s`; no request waits for it. Where a log does not
+reach back far enough, or an index was made anew, the index is read whole and compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tiers.ticket import until
 
 log = logging.getLogger("impress")
 
-#: Spans that wait for a place, tried again after a look that changed something.
+#: How many spans that wait for a place a look tries again, after one that changed something.
 RETRIES: Final = 64
 #: Longest wait for a look to end: on a disk that hangs it may not.
 STOP_S: Final = 10.0
@@ -66,10 +66,10 @@ class Follower:
         self._unread = Unread(path)
         # What a look that was cut off leaves to the next one: the logs do not tell it again.
         self._gone: set[int] = set()  # deleted by their writers, and to be taken out
-        self._orphans: list[int] = []  # one's own that hung from them: out of the tree, untold
+        self._orphans: list[int] = []  # one's own that hung from them: out of the tree; untold
         self._begun: set[int] = set()  # known to the catalog, but perhaps not shown
-        self.error: ImpressError | None = None  # the last one's
-        self._n_chances = 0  # the catalog's, when spans that wait were last to be tried again
+        self.error: ImpressError | None = None  # the last one, of any shard
+        self._n_chances = 0  # the catalog's, when waiting spans were last due to be tried again
         self._to_try = 0  # of those that waited then, not tried yet
         self.neighbours: dict[int, Neighbour] = {}
         try:
@@ -79,16 +79,16 @@ class Follower:
             raise
 
     def start(self, every_s: float, then: Callable[[], None]) -> None:
-        """Look every so often from now on, and call `then`. Raises MediumError where no thread can
-        be started."""
+        """Look every `every_s` from now on, and call `then` after each look. Raises MediumError
+        where no thread can be started."""
         if every_s:
             thread = Worker(self._work, "impress-follow", every_s, then)
             thread.start()
-            self._thread = thread  # at last: `stop` joins it
+            self._thread = thread  # last: `stop` joins it
 
     def is_gone(self, span: int) -> bool:
         """Whether another's span was moved or taken out by its writer, as its index has it: a look
-        that begins at once takes that over. False where nobody looks, or that shard cannot be."""
+        that begins at once takes that over. False where nobody follows, or that shard is unread."""
         theirs = self._of(span)
         if self._thread is None or not theirs or any(self._unread.has(n.shard) for n in theirs):
             return False
@@ -100,7 +100,7 @@ class Follower:
         return False
 
     def values(self) -> Iterator[tuple[int, bytes]]:
-        """Everything that the others hold now; for opening. One that cannot be read is left out
+        """Everything that the others hold now; for opening. A shard that cannot be read is left out
         until the next look."""
 
         def taken_over(neighbour: Neighbour) -> dict[int, bytes]:
@@ -113,7 +113,7 @@ class Follower:
     def heat(self) -> dict[int, tuple[int, int]]:
         """Span -> (leases, lease counter at the last one), of all the others; for opening.
 
-        Each counts its own leases: counters are moved so that all have come equally far.
+        Each writer counts its own leases: counters are shifted so that all end at the same value.
         """
         found = list(self._of_all(Neighbour.heat))
         lasts = [max((used for _, used in heat.values()), default=0) for heat in found]
@@ -125,7 +125,7 @@ class Follower:
         }
 
     def _of_all(self, what: Callable[[Neighbour], _T]) -> Iterator[_T]:
-        """What each answers; one that cannot is left out until the next look."""
+        """Each neighbour's answer; one that cannot answer is left out until the next look."""
         for number, neighbour in self.neighbours.items():
             try:
                 found = what(neighbour)
@@ -142,7 +142,7 @@ class Follower:
         return self._unread.left_out()
 
     def absent(self) -> None:
-        """Nothing of theirs is read from here on, but headers: their writers need not wait."""
+        """Nothing of theirs is read from here on, except headers: their writers need not wait."""
         for neighbour in self.neighbours.values():
             neighbour.close_presence()
             neighbour.presence = None
@@ -181,7 +181,7 @@ class Follower:
             with suppress(StoreFailed):  # no more files, say: those it knows are followed
                 self._discover()
             changed = bool(self._gone)
-            tried, self._n_chances = self._n_chances, -1  # cut off, the next look tries again
+            tried, self._n_chances = self._n_chances, -1  # if cut off, the next look tries again
             for neighbour in self.neighbours.values():
                 neighbour.let_go(2 * self._grace_s)
                 shard, stamp = neighbour.shard, stamp_of(neighbour.shard)
@@ -192,7 +192,7 @@ class Follower:
                     changed |= self._unread.read(shard)  # what waits for it may be tried again
                 except (ImpressError, OSError) as err:
                     self._unread.failed(shard, stamp, err)
-            self._take_out()  # at last: what is new, in any shard, takes places of theirs
+            self._take_out()  # last: new spans, of any shard, take places of these
             chances = self._catalog.waiting.n_chances
             if changed or chances != tried:
                 self._to_try = len(self._catalog.waiting)
@@ -221,7 +221,7 @@ class Follower:
 
     def close(self) -> bool:
         """The writers need not wait for this process any more: it reads nothing of theirs. False:
-        a look hangs, and may go on yet; then all stays open."""
+        a look hangs, and may still go on; then everything stays open."""
         self.stop()
         if not until(lambda: not self._turn.locked(), STOP_S):
             log.error(
@@ -237,14 +237,14 @@ class Follower:
 
     def _work(self, every_s: float, then: Callable[[], None]) -> None:
         while not self._stop.is_set():
-            try:  # nothing here may end the thread, a wait that lacks memory neither
+            try:  # nothing here may end the thread, not even a wait without memory
                 self._wake.wait(every_s)
                 self._wake.clear()
                 if not self._stop.is_set():
                     self.look()
                     then()
             except Exception:
-                with suppress(Exception):  # a handler's own
+                with suppress(Exception):  # a log handler's own
                     log.exception("following the other shards failed; the next look tries again")
 
     def _of(self, span: int) -> list[Neighbour]:
@@ -273,7 +273,7 @@ class Follower:
                 raise
 
     def _catch_up(self, n: Neighbour) -> bool:
-        """Show what is new in a shard; what is to be taken out is added to those `_gone`."""
+        """Show what is new in a shard; what is to be taken out is added to `_gone`."""
         if n.index.replaced():
             n.reopen()
         n.whole |= not all(map(self._catalog.knows, n.late))
@@ -286,14 +286,14 @@ class Follower:
             return n.index.refresh() != n.generation and self._compare(n)
         version, generation, changes, values = found
         if changes:
-            self._ssd.drop_deleted(2 * self._grace_s)  # before what is new in files of their names
+            self._ssd.drop_deleted(2 * self._grace_s)  # first: new files may have their names
             self._apply(n, changes, values)
-        n.version, n.generation = version, generation  # behind it: else an error would skip them
+        n.version, n.generation = version, generation  # last: else an error would skip them
         return bool(changes)
 
     def _apply(self, n: Neighbour, changes: list[Change], values: dict[int, bytes]) -> None:
-        """In the tree, what its writer did in its own."""
-        theirs = n.shard.spans  # a copy of another's shard speaks of that one's
+        """Do in the tree what the shard's writer did in its own."""
+        theirs = n.shard.spans  # the log of a copied shard speaks of the other's spans
         self._gone.update(c.old for c in changes if c.old in theirs and self._catalog.knows(c.old))
         for span, _, prefix in changes:
             known = self._catalog.knows(span) and span not in self._begun
@@ -313,7 +313,7 @@ class Follower:
         self._begun.discard(span)
 
     def _take_out(self) -> None:
-        """Spans whose writer deleted them. What is cut off is done again, from the beginning."""
+        """Take out spans whose writer deleted them. If cut off, it is done again from the start."""
         gone = self._gone
         if not gone and not self._orphans:
             return
@@ -323,15 +323,15 @@ class Follower:
         self._orphans = []
         self._catalog.deleted(gone, [])
         for span in gone:
-            if not self._catalog.knows(span):  # else somebody here holds it yet
+            if not self._catalog.knows(span):  # else somebody here still holds it
                 self._forget(span)
         self._gone = set()
 
     def _compare(self, n: Neighbour) -> bool:
         """Read a shard whole, and take over what differs.
 
-        A shard that was deleted and begun anew gives out the same ids: a span of another value is
-        another, and comes when the one before is out, which somebody here may hold.
+        A shard that was deleted and begun again gives out the same ids: where the value differs it
+        is another span, shown once the one before is out, which somebody here may hold.
         """
         n.whole = True  # until that is done
         generation, values = n.read()
@@ -344,7 +344,7 @@ class Follower:
         whole = MergedCatalog(self._catalog.window, range(0))
         if new := here - (ids - self._begun):
             whole.load(chain(self._own_values(), self._theirs()), {})
-        # Not before: where what takes the place of one that is gone cannot be read, both stay.
+        # Only now: where the span that replaces one that is gone cannot be read, both stay.
         self._gone |= ids - here
         if new:
             for span, before in whole.before(new):
@@ -356,7 +356,7 @@ class Follower:
         return True
 
     def _theirs(self) -> Iterator[tuple[int, bytes]]:
-        """What the others hold, as far as it can be read; what cannot, their own looks say."""
+        """What the others hold, as far as it can be read; looks at them report what cannot."""
         for n in self.neighbours.values():
             with suppress(ImpressError):
                 yield from spans_in(n.index, n.shard)
@@ -373,7 +373,7 @@ class Follower:
 
 def _is_another(value: bytes | None, kept: bytes | None) -> bool:
     """Whether an index value is that of another span than the one that was `kept`, or that one was
-    taken out. One that is damaged, or not there (None), is not."""
+    taken out. A value that is damaged, or not there (None), is not."""
     if value is None or (kept is not None and value.startswith(kept)):
         return False
     with suppress(FormatError):
@@ -383,8 +383,8 @@ def _is_another(value: bytes | None, kept: bytes | None) -> bool:
 
 
 def _before(span: int, value: bytes, prefix: bytes, window: int) -> bytes:
-    """The labels before a span, of those up to its end, as a log has them. Raises FormatError
-    where they are not those that its key stands for: its rows would be served behind others."""
+    """The labels before a span, out of `prefix`: those up to its end, as a log has them. Raises
+    FormatError where its key stands for others: its rows would be served after the wrong ones."""
     kept, labels = split_index(value, window)
     record, before = decode_index(span, kept), prefix[: len(prefix) - len(labels)]
     if key_after(record.root, before, window) != record.key_before:

@@ -18,7 +18,7 @@ from tiers.ssd import SsdTier
 
 
 class Headers:
-    """Of one shard; for the committer's thread."""
+    """Those of one shard; for the committer's thread."""
 
     def __init__(
         self, index: Index, ssd: SsdTier, uuid: bytes, geometry: Geometry,
@@ -33,7 +33,7 @@ class Headers:
         self._durable = durable
 
     def write(self, draft: Draft, name: str) -> None:
-        """The header of a draft whose rows are written; its record is final then.
+        """Write the header of a draft whose rows are written; its record is then final.
 
         Raises StoreFailed, FormatError, MediumError.
         """
@@ -49,7 +49,7 @@ class Headers:
         self._check_synced(draft.sync_failures)
 
     def put(self, header: SpanHeader) -> SpanRecord:
-        """Write a header record; the span's record, what it did not need given back.
+        """Write a header record; returns the span's record, the space it did not need given back.
 
         Raises StoreFailed, MediumError.
         """
@@ -66,7 +66,7 @@ class Headers:
         self._ssd.write(Slot((record.meta,)), 0, memory)
         rest = Extent(meta.segment, meta.off + len(raw), meta.length - len(raw))
         final = replace(record, meta=meta._replace(length=len(raw)))
-        if rest.length:  # nothing fails behind this: what a record has is given back once
+        if rest.length:  # nothing fails after this: what a record has is given back once
             self._ssd.free(Slot((rest,)))
         return final
 
@@ -83,6 +83,6 @@ class Headers:
             self._check_synced(failures_before)
 
     def _check_synced(self, failures_before: int) -> None:
-        """Raises StoreFailed where a sync failed since: whose pages it lost nobody can tell."""
+        """Raises StoreFailed where a sync failed since: nobody can tell whose pages it lost."""
         if self._ssd.sync_failures != failures_before:
             raise StoreFailed("store: the disk lost writes while this one was under way")

@@ -43,9 +43,9 @@ class Health:
         return "" if self._wanted else self.reason
 
     def trouble(self, reason: str, n_bytes: int = 0) -> None:
-        """A write failed, or no room was found for n_bytes: no more of them for a while."""
+        """A write failed, or no room was found for n_bytes: no more such writes for a while."""
         with self._lock:
-            begins = not self.reason or (self._wanted > 0 and not n_bytes)  # nothing fits, by now
+            begins = not self.reason or (self._wanted > 0 and not n_bytes)  # now nothing fits
             if self.reason:
                 n_bytes = min(n_bytes, self._wanted)
             self.reason, self._wanted = reason, n_bytes
@@ -56,8 +56,8 @@ class Health:
             )
 
     def found_room(self, n_bytes: int) -> None:
-        """So many bytes had room. After a while that will do, however few: what is larger finds out
-        for itself."""
+        """There was room for n_bytes. After a while that is enough, however few they are: a larger
+        store finds out for itself."""
         with self._lock:
             soon = self._clock() < self._retry_at_s
             if not self._wanted or (n_bytes < self._wanted and soon):
@@ -66,15 +66,15 @@ class Health:
         log.warning("%s: takes writes again", self._path)
 
     def refusal(self, n_bytes: int) -> str:
-        """Why a store of so many bytes may not write now; empty where it may. Once in RETRY_S this
-        tries."""
+        """Why a store of so many bytes may not write now; empty where it may. Once every RETRY_S
+        this tries the medium, or lets the store try."""
         with self._lock:
             if not self.reason or n_bytes < self._wanted:
                 return ""
             if self._clock() < self._retry_at_s:
                 return self._said()
             self._retry_at_s = self._clock() + RETRY_S  # others need not wait for this one
-            if self._wanted:  # it finds out for itself, and what goes for it goes for a use
+            if self._wanted:  # it finds out for itself: what is evicted for it is put to use
                 return ""
         try:
             self._probe()

@@ -1,8 +1,8 @@
 """Home: what lies on the SSD, and who may take it away.
 
-Segments, index, catalog and committer of a shard, and what the others of the directory hold. A
+Segments, index, catalog and committer of a shard, and what the directory's other shards hold. A
 span comes in READY through the committer, and goes out evicted or quarantined: tree first, then
-index, then space, when its last holder ends, in this process or another.
+index, then space, once its last holder, in this process or another, lets go.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Home:
         try:
             self._open(config, identity)
         except BaseException:
-            self.others.close()  # else their writers would wait for a reader that is none
+            self.others.close()  # else their writers would wait for a reader that is not there
             self.ssd.close()  # and these files would be open for as long as the process lives
             if self._own_index is not None:
                 self._own_index.close()
@@ -98,7 +98,7 @@ class Home:
             self._history_of, self.index.history_tick(), self._ahead_of,
         )  # fmt: skip
         self.ledgers = Ledgers(self._ledger, self.save_history)
-        # By the wall since before a restart, but not set back or forward while this runs.
+        # Wall-clock time, to count across restarts, but not set back or forward while this runs.
         begun_s = wall_clock() - monotonic()
         self.budget = WriteBudget(
             config.daily_write_bytes, lambda: begun_s + monotonic(), self.index.wear()
@@ -129,7 +129,7 @@ class Home:
 
     @property
     def index(self) -> Index:
-        """One's own; a reader's is that of the first shard there is, as it is now: a purge or a
+        """One's own; for a reader, that of the first shard there is, as it is now: a purge or a
         rebuild may put another in its place at any look."""
         if self._own_index is not None:
             return self._own_index
@@ -140,11 +140,11 @@ class Home:
     def tidy(self) -> None:
         """Delete what the index held in vain, and follow the other shards from here on.
 
-        Once everything that `forget` needs is there.
+        Called once everything that `forget` needs is there.
         """
         if self.committer is not None and self._superfluous:
             if self.others.error is None:
-                # Erased, as what they hung from may have been purged; but for another shard's.
+                # Erased, as what they hung from may have been purged; except another shard's.
                 own = self.catalog.own
                 self.leaving.spoil(span for span in self._superfluous if span in own)
                 self.committer.delete_now(self._superfluous, COMMIT_TIMEOUT_S)
@@ -185,12 +185,12 @@ class Home:
         mine = [span for span in superfluous + damaged if span in ids] + strange
         if self._shard is not None:
             self.index.only(ids)
-        # One that is only noted to be erased may not be another's: its note goes when it is erased.
+        # No new span may get an id still noted as to be erased: the note goes when that is erased.
         known = [*mine, self.index.last_id, self.index.last_span, *self.index.to_erase()]
         return mine, max([last, ids.start, *(span for span in known if span in ids)])
 
     def _own_values(self, strange: list[int]) -> Iterator[tuple[int, bytes]]:
-        """Of the shard that is written; ids that are not its own are noted apart."""
+        """Those of the shard that is written; ids that are not its own are added to `strange`."""
         if self._shard is not None:
             for span, value in self.index.spans():
                 if span in self._shard.spans:
@@ -211,8 +211,8 @@ class Home:
         return 0 if theirs is None else self.history.tick - theirs
 
     def _ledger(self, key: bytes) -> bytes | None:
-        """One's own. What only reads has none, nor saves any: it would find a writer's trust again
-        at each restart, whatever it had seen itself."""
+        """One's own. A process that only reads has none and saves none: at each restart it would
+        find a writer's trust again, whatever it had seen itself."""
         return None if self._shard is None else self.index.ledger(key)
 
     def names(self) -> dict[bytes, str]:
@@ -226,7 +226,7 @@ class Home:
 
     @property
     def shard_name(self) -> str:
-        """Which it writes; empty: none."""
+        """Name of the shard this writes; empty: none."""
         return "" if self._shard is None else self._shard.name
 
     def _try_writing(self) -> None:
@@ -238,8 +238,8 @@ class Home:
         self.committer.try_writing(slot, TRIAL_TIMEOUT_S)
 
     def quarantine(self, span: int) -> None:
-        """A span went bad, never again to be a hit, nor what hangs from it. But another's that its
-        writer has moved or taken out meanwhile is gone: the next look says so, and what hangs from
+        """A span went bad: never again a hit, nor what hangs from it. But another's that its writer
+        has moved or taken out meanwhile is only gone: the next look says so, and what hangs from
         it, one's own too, stays where the copy takes its place."""
         if span in self.catalog.own or not self.others.is_gone(span):
             self.leaving.quarantine(span)
@@ -248,8 +248,8 @@ class Home:
         self.leaving.orphaned(spans)
 
     def release(self, held: list[Held], keep: int = 0) -> None:
-        """A lease or a writer lets go, as `Catalog.release`. What is nobody's by that the committer
-        reclaims: a request does not wait while a span is erased."""
+        """A lease or a writer lets go, as `Catalog.release`. The committer reclaims what is then
+        nobody's: a request does not wait while a span is erased."""
         if not self.catalog.release(held, keep):
             return
         try:
@@ -259,13 +259,13 @@ class Home:
                 self.committer.settle()
 
     def reclaim(self, leave: Leave) -> None:
-        """Nobody here views or holds any more what `leave` takes out of the catalog: copies go, and
-        space in its time."""
+        """Nobody here views or holds any more what `leave` takes out of the catalog: its copies go,
+        and its space in due time."""
         self._let_go(leave)
         self._settle()
 
     def _let_go(self, leave: Leave) -> None:
-        """One's own of such spans are in limbo, then copies go, which may take a while."""
+        """One's own of such spans go into limbo, then copies go, which may take a while."""
         free: list[SpanRecord] = []
         try:
             if self.reclaimer is None:
@@ -280,8 +280,8 @@ class Home:
             raise
 
     def scrap(self, left: list[SpanRecord]) -> None:
-        """These spans were never visible: their space goes at once, and each off the list with it.
-        What an exception (Ctrl-C) leaves there is the caller's yet."""
+        """These spans were never visible: their space is freed at once, each leaving the list with
+        it. What an exception (Ctrl-C) leaves on the list is still the caller's."""
         for record in [*left]:
             self._forget(record.span_id)
         if self.reclaimer is not None:
@@ -301,7 +301,7 @@ class Home:
             raise failure
 
     def save_history(self) -> None:
-        """Soon, in the background; nothing where this process may not write."""
+        """Save it soon, in the background; does nothing where this process may not write."""
         if self.committer is not None:
             self.committer.save_history()
 
@@ -314,9 +314,9 @@ class Home:
         self.others.stop()
 
     def close(self, *, files: bool, writing: bool) -> None:
-        """Save history, let index, segments and lock go. No read is begun any more.
+        """Save history, let go of index, segments and lock. No read begins any more.
 
-        `files`: no thread uses segments; `writing`: one is stuck and may write there yet: then
+        `files`: no thread uses segments; `writing`: one is stuck and may still write there: then
         all stay this process's.
         """
         if self.committer is not None:

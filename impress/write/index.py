@@ -29,12 +29,12 @@ from impress.write.changes import Change, decode, encode
 from impress.write.env import check_whole, close_env, error_of, inode_of, open_dbs, open_env
 from tiers.files import make_folder, spare_of
 
-#: Ids noted as given out at a time.
+#: How many ids are noted as given out at a time.
 IDS: Final = 1024
 _HEAT = struct.Struct("<QQ")
-#: No store counts so far: the disk gave other bytes, and it is counted from 0 again.
+#: No store counts this far: the disk gave other bytes, and counting begins at 0 again.
 _MOST_COUNT: Final = 1 << 62
-#: What the log keeps: who follows and is further behind reads the whole index again.
+#: How much the log keeps: a follower that is further behind reads the whole index again.
 LOG_ENTRIES: Final = 1024
 #: Bytes of it; on a small file system an eighth of what segments leave there for the index.
 LOG_BYTES: Final = 8 << 20
@@ -62,7 +62,7 @@ class Index:
 
     def __init__(self, folder: Path, *, create: bool) -> None:
         self._folder = folder.resolve()
-        self._erased: set[int] = set()  # and still noted
+        self._erased: set[int] = set()  # spans erased and still noted
         self.last_span = 0  # the highest id the log knows to have been given out
         try:
             if create:
@@ -83,7 +83,7 @@ class Index:
         except (lmdb.Error, OSError) as err:
             close_env(self._key)
             raise error_of(self._folder, err, counted=self._shared.counted) from err
-        except BaseException:  # what `_read` says, and Ctrl-C
+        except BaseException:  # what `_read` raises, and Ctrl-C
             close_env(self._key)  # kept open, it would be what the rebuilt index's path gives
             raise
 
@@ -131,9 +131,9 @@ class Index:
         self, values: Mapping[int, bytes], tick: int, ledgers: Mapping[bytes, bytes],
         heat: Mapping[int, tuple[int, int]],
     ) -> None:  # fmt: skip
-        """What requests have shown, of spans that are still indexed, and of policies; and heat.
+        """Save what requests have shown of spans still indexed and of policies; and heat.
 
-        One transaction. Only the committer calls. Raises StoreFailed.
+        One transaction. Only the committer calls this. Raises StoreFailed.
         """
         with self._write() as txn:
             self._put_history(txn, values, tick)
@@ -174,14 +174,14 @@ class Index:
         unname: Iterable[bytes] = (),
         last: bool = False,
     ) -> None:
-        """One durable transaction: on return it survives a power cut. Only the committer calls.
+        """One durable transaction: on return it survives a power cut. Only the committer calls it.
 
-        `history`: what requests have shown of spans of `put`, as of `tick`.
-        `changes`: what of it followers are told; `forget`: and nothing any more of those before.
-        `erase`: where those of `delete` lie that are in it is noted, until they are `erased`.
-        `intend`: where these lie is noted, too, unless they are here; what is put is to be erased
-        no more.
-        `unname`: roots whose names go, but for those of `names`.
+        `history`: what requests have shown of spans in `put`, as of `tick`.
+        `changes`: what followers are told of it; `forget`: the log keeps nothing from before.
+        `erase`: the space of spans in both this and `delete` is noted, until they are `erased`.
+        `intend`: the space of these is noted, too, unless the index has them; a span in `put` is
+        no longer to be erased.
+        `unname`: roots whose names go, except those in `names`.
         `last`: no header is written after it; ids go on where they ended.
         """
         before, log, erased = self.generation, self._log.copy(), self._erased.copy()
@@ -217,15 +217,15 @@ class Index:
         self._erased -= erased
 
     def only(self, ids: range) -> None:
-        """Of ids given out, one that is none of these counts for nothing: its shard was renamed."""
+        """Ignore those ids given out that are not among these: their shard was renamed."""
         given = self.last_id, self._last_noted, self.last_span
         mine = (span if span in ids else 0 for span in given)
         self.last_id, self._last_noted, self.last_span = mine
 
     def keep_id(self, span: int) -> None:
-        """Before a header with this id is written: it is no other span's, whatever a crash leaves.
+        """Call before a header with this id is written: no other span gets it, crash or not.
 
-        Only the committer calls, mostly for nothing: ids are noted ahead. Raises StoreFailed.
+        Only the committer calls it, mostly to no effect: ids are noted ahead. Raises StoreFailed.
         """
         noted = self._last_noted
         if span > noted:
@@ -235,7 +235,7 @@ class Index:
         self.last_id, self._last_noted = max(self.last_id, span), noted
 
     def _note_erasure(self, txn: Any, span: int, value: bytes | None) -> None:
-        """Of a span's index value: its space, without the labels."""
+        """Note the space that a span's index value names, without its labels."""
         with suppress(FormatError):  # damaged: it never had space of its own
             if value is not None:
                 note = encode_extents(extents_of(split_index(bytes(value))[0]))
@@ -246,7 +246,7 @@ class Index:
         return {int.from_bytes(key, "big"): note for key, note in self._items("erase")}
 
     def carry(self, notes: Mapping[int, bytes], last: int, wear: bytes) -> None:
-        """From the index before: what is still to be erased, the highest id of a header, `wear`.
+        """Carry over what the old index had still to erase, the highest id of a header, `wear`.
 
         Raises StoreFailed.
         """
@@ -258,23 +258,23 @@ class Index:
                 txn.put(_id(span), note, db=self._dbs["erase"])
 
     def erased(self, spans: Iterable[int]) -> None:
-        """Nothing is left of these: the next commit deletes what is noted. Any thread may call."""
+        """Nothing is left of these: the next commit deletes their notes. Any thread may call."""
         self._erased.update(spans)
 
     # ---- following -------------------------------------------------------------------------
 
     @property
     def generation(self) -> int:
-        """Of the spans, as this process last wrote or read them: grows with every change.
+        """That of the spans, as this process last wrote or read them: grows with every change.
 
-        An index made anew goes on above the one before it. 0: empty; 1: spans without a log.
+        An index made anew continues above the one before it. 0: empty; 1: spans without a log.
         """
         if self._log:
             return self._log[-1][0]
         return 1 if self._n_spans() else 0
 
     def replaced(self) -> bool:
-        """Whether another index lies in this one's place by now."""
+        """Whether another index has taken this one's place."""
         return inode_of(self._folder) != self._key[1]
 
     def refresh(self) -> int:
@@ -334,7 +334,7 @@ class Index:
         self, txn: Any, before: int, log: deque[tuple[int, int]], changes: Sequence[Change], *,
         forget: bool,
     ) -> None:  # fmt: skip
-        """One entry more in the transaction and in `log`; the oldest go where there are too many.
+        """Add an entry to the transaction and to `log`; the oldest go where there are too many.
 
         The first is numbered by the clock, so that it is above those of an index before this one.
         """
@@ -355,7 +355,7 @@ class Index:
             close_env(self._key)
 
     def _get(self, db: str, key: bytes) -> bytes | None:
-        """None also where the index was written before there was such a database."""
+        """Also None where the index was written before there was such a database."""
         if db not in self._dbs:
             return None
         with self._read() as txn:
@@ -383,7 +383,7 @@ class Index:
         """A write transaction, committed at its end. Raises StoreFailed."""
         try:
             self._shared.check_uncut(*self._key)
-            self._env.reader_check()  # a reader killed since would hold what is freed for ever
+            self._env.reader_check()  # a reader killed since would for ever hold what is freed
             with self._env.begin(write=True) as txn:
                 yield txn
         except (lmdb.Error, OSError, FormatError) as err:

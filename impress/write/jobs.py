@@ -1,4 +1,4 @@
-"""What the committer is given to do, and what it is told to do besides."""
+"""The committer's jobs, and the duties it has besides."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class GiveUp:
 class Erase:
     """Retired spans of which nothing may be left: out of the index, and out of its log.
 
-    `roots`: whose namespaces' names go too. `records`: spans that the index names no more, or not
-    yet, to be erased all the same: noted in the index, so that a crash does not prevent it.
+    `roots`: the names of their namespaces go too. `records`: spans that the index no longer, or not
+    yet, names, to be erased all the same: noted in the index, so that a crash does not prevent it.
     """
 
     spans: list[int]
@@ -48,7 +48,7 @@ class Erase:
 class SwapJob:
     """A written copy of span `old`, its rows in another order, that is to take its place.
 
-    `header`: of the new span, its reserved record in it. `done`: called once, with what came of it.
+    `header`: the new span's, with its reserved record. `done`: called once, with what came of it.
     """
 
     old: int
@@ -59,7 +59,7 @@ class SwapJob:
 
 
 class Swapped(Enum):
-    """What came of a SwapJob. But for YES the new span's space is free again, or soon will be.
+    """What came of a SwapJob. Except for YES the new span's space is free again, or soon will be.
 
     LATE: it is not known yet, and nobody waits any more.
     """
@@ -101,11 +101,11 @@ class Intent(Asked):
 class Duties:
     """What else there is to do, and whom to tell; all called by the committer's thread.
 
-    `reclaim`: space of what a call takes out of the catalog, as nobody here holds it; `scrap`: of
-    spans that never were visible. `overfull`: takes spans out of a tree whose home is too full, but
-    for those just stored, and names them. `trouble`: a write failed, and why. `wear`: what the
-    write budget is to be saved as. `spoilt`: spans whose bytes are to be erased when they are
-    deleted; `spoil` adds to them.
+    `reclaim`: gives back space of what a call takes out of the catalog, as nobody here holds it;
+    `scrap`: that of spans that never were visible. `overfull`: where home is too full, takes spans
+    out of the tree, except those just stored, and returns them. `trouble`: a write failed, and why.
+    `wear`: the write budget as it is to be saved. `spoilt`: spans whose bytes are to be erased when
+    they are deleted; `spoil` adds to them.
     """
 
     reclaim: Callable[[Leave], None]

@@ -30,7 +30,7 @@ log = logging.getLogger("impress")
 #: Longest wait for the committer: a disk that takes longer is stuck.
 COMMIT_TIMEOUT_S = 150.0
 
-#: Where home is full, what may be a part: the hole that a window of a small model leaves.
+#: Smallest part where home is full: the hole that a window of a small model leaves.
 SMALL_PART = 64 << 10
 
 #: Whether what is stored in a namespace under a root key is to be purged.
@@ -54,15 +54,15 @@ class Leaving:
         self._reclaimer = reclaimer
         self.committer: Committer | None = None
         """Of that shard; set once, before anything leaves."""
-        self.before_evict: Callable[[], None] = lambda: None  # makes more of it evictable
+        self.before_evict: Callable[[], None] = lambda: None  # makes more evictable
         self.copies_bytes: Callable[[], int] = lambda: 0  # of repacks, under way
         self.cut_off: Callable[[], list[SpanRecord]] = list  # of these, what a purge has to erase
-        # Of stores under way, at a purge: where they write, over what may have been evicted there.
+        # For a purge: records of stores under way, which may write where evicted rows lie.
         self.refuse: Callable[[Wanted], list[SpanRecord]] = lambda wanted: []
         self.purging: list[Wanted] = []
         """What purges are taking out of the tree: a store of it that begins now is refused."""
         self.n_purges = 0
-        """Of those that have erased what was free."""
+        """How many purges have erased what was free."""
 
     @property
     def in_limbo(self) -> list[SpanRecord]:
@@ -73,7 +73,7 @@ class Leaving:
         """Drop what is worth least (Config.eviction), leaves first, never held ones; bytes that go.
 
         Returns when they are out of the index and their space is free, or will be once another
-        process has read on (it is waited for a second at most); 0 where it takes no writes.
+        process has moved on (waited for a second at most); 0 where the index takes no writes.
         """
         if self.committer is None:
             raise ImpressError('store: opened with mode="r"')
@@ -88,10 +88,10 @@ class Leaving:
         return freed
 
     def _take_out(self, n_bytes: int, spare: Iterable[int] = ()) -> tuple[list[int], int]:
-        """Spans of about n_bytes leave the tree: (they, for the committer to delete; bytes)."""
+        """Take out spans of about n_bytes: (they, for the committer to delete; their bytes)."""
         self.before_evict()
-        # After Ctrl-C, or an error, in an earlier eviction the committer was told of none of these;
-        # others are on their way to it, so that they are no reason to evict less.
+        # The committer was not told of these, after Ctrl-C or an error in an earlier eviction; or
+        # they are on their way to it, so that they are no reason to evict less.
         untold = self._catalog.untold()
         spans = self._catalog.evict_unplaced(n_bytes)
         self.spoil(spans)  # what they hung from may have been purged
@@ -105,7 +105,7 @@ class Leaving:
         return score_of(self._config.eviction, self._history.known_shares() if by_worth else {})
 
     def overfull(self, new: Iterable[int]) -> list[int]:
-        """What leaves because home is filled above its high watermark, but for what is new."""
+        """What leaves because home is filled above its high watermark, except what is new."""
         surplus = self.surplus()
         return self._take_out(surplus, new)[0] if surplus else []
 
@@ -114,10 +114,10 @@ class Leaving:
         capacity = self._ssd.capacity_bytes
         if capacity is None:
             return 0
-        # Out of the tree, and free when nobody reads it any more: no reason for more to go. Nor is
-        # the copy of a repack: its span goes for it. Asked in the order in which bytes go: what is
-        # on its way counts twice, and never not at all, for which as much as lies between the marks
-        # would leave.
+        # What is out of the tree is free once nobody reads it: no reason for more to go. Nor is a
+        # repack's copy: its span goes for it. Asked in the order in which bytes move: those on
+        # their way count twice, but never not at all, which would make as much leave as lies
+        # between the marks.
         copies, gone = self.copies_bytes(), 0
         if self._reclaimer is not None:
             gone = self._reclaimer.settled(self._gone_bytes)
@@ -131,13 +131,13 @@ class Leaving:
         return self._catalog.retired_bytes() + self._limbo_bytes()
 
     def purge(self, wanted: Wanted) -> tuple[int, int]:
-        """Erase everything under the root keys of what is `wanted`: (spans, how many are held yet).
+        """Erase everything under the root keys of what is `wanted`: (spans, how many still held).
 
         Their bytes are overwritten on the medium before the space is free; what a lease still
         holds, when it ends, or at `close`; what a crash leaves, at the next open. Stores of it that
-        were begun before it was out of the tree are refused, and erased when they end. Whatever is
-        free is erased too: what was evicted, and what a crash cut off, whoever's; of stores under
-        way, what they give back. Raises StoreFailed where the index takes no writes, or the disk no
+        began before it was out of the tree are refused, and erased when they end. Whatever is free
+        is erased too: what was evicted, and what a crash cut off, whoever's; and what stores under
+        way give back. Raises StoreFailed where the index takes no writes, or the disk takes no
         erasing; ImpressError where this process only reads.
         """
         if self.committer is None:
@@ -148,14 +148,14 @@ class Leaving:
         late = [record.span_id for record in undeleted if wanted(record.namespace, record.root)]
         self.spoil(late)
         try:
-            self.purging.append(wanted)  # in here: Ctrl-C behind it had every later store refused
+            self.purging.append(wanted)  # in here: after it, Ctrl-C had every later store refused
             drafts, roots, gone = self._take_out_all(wanted, self.committer)
         finally:
             self.purging.remove(wanted)
         spans = late + gone
         held = {r.span_id: r for r in self._owning() if wanted(r.namespace, r.root)}
         self.spoil(held)
-        # Out of the tree: in the index no more, or nobody's to delete, where an error came between.
+        # Out of the tree: no longer in the index, or, after an error, with nobody to delete them.
         out = held.keys() - {record.span_id for record in self._catalog.records()} - {*gone}
         left = [held[span] for span in out if span in self._catalog.own]
         names = self.committer.names.copy()  # also of what was evicted before
@@ -179,7 +179,7 @@ class Leaving:
         except (MediumError, OSError) as err:
             why = err.strerror if isinstance(err, OSError) else err
             raise StoreFailed(f"{self._path}: purged, but not what is free: {why}") from err
-        self.n_purges += 1  # first: who is no draft yet sees it when it is
+        self.n_purges += 1  # first: a store that is not a draft yet sees it once it is
         before = {record.span_id for record in drafts}
         self.note_begun(r for r in self.refuse(lambda *_: False) if r.span_id not in before)
         copies = [copy for copy in self.cut_off() if wanted(copy.namespace, copy.root)]
@@ -188,22 +188,22 @@ class Leaving:
     def _take_out_all(
         self, wanted: Wanted, committer: Committer
     ) -> tuple[list[SpanRecord], set[bytes], list[int]]:
-        """Of a purge: (stores under way, root keys of what was there, spans out of the tree)."""
+        """For a purge: (stores under way, root keys of what was there, spans out of the tree)."""
         drafts = self.refuse(wanted)
-        if not committer.barrier(COMMIT_TIMEOUT_S):  # what it was through with is in the tree
+        if not committer.barrier(COMMIT_TIMEOUT_S):  # what it has finished is in the tree
             raise StoreFailed(f"{self._path}: not purged: no commit within {COMMIT_TIMEOUT_S:g} s")
         known = {(record.namespace, record.root) for record in self._catalog.all_records()}
         roots = {root for namespace, root in known if wanted(namespace, root)}
         return drafts, roots, self._catalog.purge(roots)
 
     def _owning(self) -> list[SpanRecord]:
-        """One's own spans that have space: also evicted or bad, and held yet, here or elsewhere."""
+        """One's own spans that have space, even evicted or bad ones held here or elsewhere."""
         assert self._reclaimer is not None
         # Else one on its way into limbo is in neither.
         return self._reclaimer.at_rest(lambda: [*self._catalog.all_records(), *self.in_limbo])
 
     def _n_left(self, spans: Iterable[int]) -> int:
-        """How many of these have space yet."""
+        """How many of these still have space."""
         assert self._reclaimer is not None
         left = self._reclaimer.at_rest(  # as in `_owning`
             lambda: [*self._catalog.retired_records(spans), *self.in_limbo]
@@ -211,14 +211,14 @@ class Leaving:
         return len({record.span_id for record in left}.intersection(spans))
 
     def _ready(self) -> list[Extent]:
-        """Where one's own spans lie that have been READY, sorted: every byte is their own."""
+        """Where one's own spans that have been READY lie, sorted: every byte there is theirs."""
         records = {r.span_id: r for r in (*self._catalog.all_records(), *self.in_limbo)}
         mine = (record for span, record in records.items() if span in self._catalog.own)
         return sorted(part for record in mine for part in (record.meta, *record.parts))
 
     def note_begun(self, records: Iterable[SpanRecord]) -> None:
-        """Of a purge: stores that were begun beside it, where all that is free was not yet erased:
-        a crash is made good for these, too. Raises StoreFailed."""
+        """For a purge: note stores that began beside it, before all that is free was erased: a
+        crash is made good for these, too. Raises StoreFailed."""
         assert self.committer is not None
         new = list(records)
         if not new:
@@ -228,7 +228,7 @@ class Leaving:
             raise StoreFailed(f"{self._path}: purged, but not all is noted: {undone}; purge again")
 
     def could_hold(self, n_bytes: int) -> bool:
-        """Whether so much would fit if all else went: within its limit, or what a full file
+        """Whether so much would fit if all else went: within home's limit, or what a full file
         system has given it."""
         ssd, capacity = self._ssd, self._ssd.capacity_bytes
         too_much = bool(ssd.no_room) and n_bytes > ssd.usage().total
@@ -262,7 +262,7 @@ class Leaving:
         return None
 
     def _short(self, n_bytes: int, least: int) -> int:
-        """Bytes to evict for that. What is in limbo counts as free by then: a reader that is
+        """Bytes to evict for that. What is in limbo counts as free already: a reader that is
         stopped holds up all that leaves, which is no reason for everything to leave."""
         leaving = self._limbo_bytes()
         return self._ssd.missing(n_bytes, least) - leaving

@@ -27,17 +27,17 @@ class InLimbo:
 class Limbo:
     """Thread-safe. A reader that hangs holds a span for `limit_s` at most.
 
-    Its next read of it then meets bytes of another checksum: a miss.
+    Its next read of that span then meets bytes of another checksum: a miss.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._waiting: deque[InLimbo] = deque()  # oldest first
-        self._leaving: list[list[SpanRecord]] = []  # taken: off these as their space is free
+        self._leaving: list[list[SpanRecord]] = []  # taken: off these once their space is free
 
     def __len__(self) -> int:
-        """How many may be taken one day."""
+        """How many wait to be taken."""
         return len(self._waiting)
 
     def records(self) -> list[SpanRecord]:
@@ -51,11 +51,11 @@ class Limbo:
             self._waiting.append(InLimbo(record, generation, now_s))
 
     def take(self, readers: Sequence[Seen], now_s: float, free: list[SpanRecord]) -> None:
-        """In `free` those whose space may be given to others now: the caller takes each off that
-        list as it is free; or has to `put_back` it, whatever is raised from here on.
+        """Add to `free` those whose space may be given to others now: the caller takes each off
+        that list once it is free, or must `put_back` it, whatever is raised from here on.
 
-        `now_s`: from before the readers were listed. What came since stays: a reader that began in
-        between may have it, and is not among them.
+        `now_s`: taken before the readers were listed. What came since stays: a reader that began in
+        between may have it, and is not among those listed.
         """
         with self._lock:
             kept, mine = deque[InLimbo](), list[SpanRecord]()
@@ -68,13 +68,13 @@ class Limbo:
                     continue
                 mine.append(one.record)
             leaving = [*(some for some in self._leaving if some), free]
-            # No signal comes between: that is looked for behind calls.
+            # No signal comes between: Python looks for one after calls.
             free += mine
             self._leaving, self._waiting = leaving, kept
 
     def put_back(self, records: list[SpanRecord]) -> None:
-        """Taken, and not freed, as an exception came between: off the list, and the next to take
-        gets them."""
+        """These were taken and not freed, as an exception came between: they leave the list, and
+        the next `take` gets them."""
         with self._lock:
             waiting = deque([*(InLimbo(r, 0, -math.inf) for r in records), *self._waiting])
             # No signal comes between, as in `take`.

@@ -1,4 +1,4 @@
-"""Another's shard as a process that follows it has it open, and which of them cannot be read."""
+"""Another writer's shard as a follower has it open, and which of them cannot be read."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tiers.files import segment_paths
 
 log = logging.getLogger("impress")
 
-#: A shard that could not be read so many looks on end, its index the same, is left alone for so
-#: long: each may read all of it in vain.
+#: A shard that could not be read in so many looks in a row, its index unchanged, is left alone for
+#: so long: each look may read all of it in vain.
 TRIES: Final = 3
 RETRY_S: Final = 30.0
 
@@ -45,15 +45,15 @@ class Neighbour:
                     "not waited for, and what it holds may be lost",
                     shard.readers, shard.name, unsaid,
                 )  # fmt: skip
-        except BaseException:  # Ctrl-C: its writer would wait for a reader that is none
+        except BaseException:  # Ctrl-C: its writer would wait for a reader that is not there
             self.close_presence()
             raise
-        # Since when, and what: somebody here may be reading it at this moment.
+        # Replaced indexes, and since when: somebody here may be reading one at this moment.
         self._replaced: list[tuple[float, Index]] = []
-        self.version = -1  # LMDB's, of the last look
+        self.version = -1  # LMDB's, as of the last look
         self.generation = 0  # up to which all of it has been taken over
         self.whole = False  # it is to be read whole: the log says nothing of what is missing
-        self.late = set[int]()  # ids that another span bore, which is not out of the catalog yet
+        self.late = set[int]()  # ids of earlier spans that are not out of the catalog yet
 
     def read(self) -> tuple[int, dict[int, bytes]]:
         """Everything it holds now, and the generation of that: to be noted once it has been taken
@@ -73,14 +73,14 @@ class Neighbour:
         self.whole = True
         self.index, self.version = fresh, -1
         self._replaced.append((monotonic(), old))
-        with suppress(OSError):  # before a look at it; where it cannot be said, it is not
+        with suppress(OSError):  # before a look at it; where it cannot be said, it is not said
             if self.presence is not None and self.presence.is_lost():
                 self.presence, lost = Presence(self.shard.readers), self.presence
                 lost.close()
 
     def let_go(self, grace_s: float) -> None:
-        """Of indexes that were replaced so long ago: what was purged goes with the last that has
-        one."""
+        """Close indexes that were replaced so long ago: what was purged goes once the last process
+        that has one open closes it."""
         while self._replaced and monotonic() - self._replaced[0][0] > grace_s:
             self._replaced[0][1].close()
             del self._replaced[0]
@@ -112,14 +112,14 @@ class Unread:
         self._failed: dict[int, _Failed] = {}
 
     def rests(self, shard: Shard, stamp: Stamp) -> bool:
-        """Whether it is not to be tried: it failed often enough as it is."""
+        """Whether it is not to be tried now: in its present state it has failed often enough."""
         last = self._failed.get(shard.number)
         if last is None or last.stamp != stamp or last.times < TRIES:
             return False
         return monotonic() < last.at_s + RETRY_S
 
     def failed(self, shard: Shard, stamp: Stamp, err: Exception) -> None:
-        """`stamp`: from before it was tried. Says so the second time, and then no more: an index
+        """`stamp`: from before it was tried. Logged the second time, and then no more: an index
         that is just being made is whole by then."""
         last = self._failed.get(shard.number)
         times = last.times + 1 if last is not None and last.stamp == stamp else 1
@@ -129,7 +129,7 @@ class Unread:
             log.warning("%s: shard %s is left out: %s", self._path, shard.name, err)
 
     def left_out(self) -> dict[str, str]:
-        """Name of each that holds something, and why not. One that is just being made does not."""
+        """Name of each that holds something, and why not read. One being made holds nothing."""
         failed = [last for last in [*self._failed.values()] if _holds_any(last.shard)]
         return {last.shard.name: last.why for last in failed}
 
@@ -138,7 +138,7 @@ class Unread:
         return shard.number in self._failed
 
     def read(self, shard: Shard) -> bool:
-        """It can be: what fails from here on is said again. Whether it could not before."""
+        """It can be read: what fails from here on is logged again. Whether it could not before."""
         return self._failed.pop(shard.number, None) is not None
 
 
@@ -150,14 +150,14 @@ def _holds_any(shard: Shard) -> bool:
 
 
 def spans_in(index: Index, shard: Shard) -> Iterator[tuple[int, bytes]]:
-    """What a shard's index holds, but for ids that are not its own: it was copied or renamed."""
+    """What a shard's index holds, without ids that are not its own (it was copied or renamed)."""
     return ((span, value) for span, value in index.spans() if span in shard.spans)
 
 
 def stamp_of(shard: Shard) -> Stamp:
-    """Of an index's file: another once it was written to, or given to somebody else to read.
+    """Stamp of an index's file: differs once it was written to, or given to others to read.
 
-    Not by the time of its last change: to open it as root is one.
+    The time of its last status change is left out: opening it as root is one.
     """
     try:
         stat = (shard.index / "data.mdb").stat()

@@ -3,9 +3,9 @@
     shards/NAME/readers/<16 hex>     locked by its process; deleted by it, or by the writer once the
                                      lock is free: killed processes leave nothing behind
 
- 0  8 generation up to which it has followed: of what was taken out before it holds only
+ 0  8 generation up to which it has followed; of what was taken out before, it holds only:
  8  4 spans held, 4 zero, then their ids, 8 each
-16 + 8·spans  8 xxh3_64 of all before; what is behind it is of an earlier, longer one
+16 + 8·spans  8 xxh3_64 of all before; anything after it is left of an earlier, longer one
 
 Anything else, an empty file too, says that it may read whatever was ever there.
 """
@@ -25,7 +25,7 @@ import xxhash
 from tiers.files import Locked, lock_file, make_folder, unlock_file
 
 _HEAD: Final = struct.Struct("<QI4x")
-#: Spans one says it holds; with more it stays at its generation, and so holds everything.
+#: Most spans one says it holds; with more it stays at its generation, and so holds everything.
 MOST_HELD: Final = 500
 _MOST_BYTES: Final = _HEAD.size + 8 * MOST_HELD + 8
 
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
     held: frozenset[int]
 
     def may_read(self, span: int, generation: int) -> bool:
-        """A span that was taken out by the transaction of this generation."""
+        """Whether it may read a span that the transaction of this generation took out."""
         return self.generation < generation or span in self.held
 
 
@@ -53,7 +53,7 @@ class Presence:
         """Raises OSError, where nothing may be written there: then nobody waits for its reads."""
         make_folder(folder)
         self._fd: Locked | None = None
-        while self._fd is None:  # None: the writer, which looked whether it was anybody's
+        while self._fd is None:  # None: the writer had it, looking whether it was anybody's
             # Not by process number: one in another container may have the same.
             self._path = folder / secrets.token_hex(8)
             self._fd = lock_file(self._path)
@@ -76,16 +76,16 @@ class Presence:
     def close(self) -> None:
         """Idempotent. Nothing of the shard may be read any more."""
         if self._fd is not None:
-            with suppress(OSError):  # of a file system that takes no writes; the writer does it
+            with suppress(OSError):  # a file system that takes no writes; the writer does it
                 self._path.unlink(missing_ok=True)
             unlock_file(self._fd)
             self._fd = None
 
 
 def present(folder: Path) -> list[Seen]:
-    """Who reads now; for the shard's writer. Clears away who was killed.
+    """Who reads now; for the shard's writer. Clears away those that were killed.
 
-    Raises OSError where the folder is not to be listed: that is not nobody, but anybody.
+    Raises OSError where the folder cannot be listed: that means not nobody, but anybody.
     """
     try:
         names = [entry.name for entry in os.scandir(folder)]
@@ -112,7 +112,7 @@ def _seen(path: Path) -> Seen | None:
 
 
 def decode(name: str, raw: bytes) -> Seen:
-    """What a reader says. Pure. What does not decode, as while it is written, says nothing."""
+    """What a reader says. Pure. Bytes that do not decode, as while being written, say nothing."""
     nothing = Seen(name, 0, frozenset())
     if len(raw) < _HEAD.size + 8:
         return nothing

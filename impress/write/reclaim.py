@@ -2,7 +2,7 @@
 
 out of the index ─take_over→ limbo ─settle→ no process reads it → erased where asked, buried, free
 
-What is to be erased the index notes when it deletes a span, until a commit after it is erased: a
+The index notes what is to be erased when it deletes a span, until a commit after the erasure: a
 crash on the way is made good at the next open, before space is given out.
 """
 
@@ -34,8 +34,8 @@ from tiers.ticket import LOOK_S, until
 
 log = logging.getLogger("impress")
 
-#: Longest wait for other processes to let go of space that is wanted, and how often it is looked
-#: for; they look every Config.follow_every_s.
+#: Longest wait for other processes to let go of space that is wanted, and how often this looks for
+#: it; they look every Config.follow_every_s.
 YIELD_TIMEOUT_S: Final = 1.0
 YIELD_LOOK_S: Final = 0.01
 _BLANK: Final = aligned(PAGE)
@@ -44,7 +44,7 @@ Found = TypeVar("Found")
 
 
 class Reclaim:
-    """Of the shard that this process writes. Thread-safe.
+    """For the shard that this process writes. Thread-safe.
 
     After `close` and in a fork's child it touches nothing: the space is the next open's, or the
     parent's.
@@ -64,15 +64,15 @@ class Reclaim:
         self._lock = threading.RLock()
         self._open = True
         self._busy = set[object]()  # one for each thread that writes or frees
-        self._said = False  # that readers cannot be listed
+        self._said = False  # whether it was logged that readers cannot be listed
 
     def spoil(self, spans: Iterable[int]) -> None:
         """Erase these spans' bytes before their space is free."""
         self.spoilt.update(spans)
 
     def take_over(self, leave: Leave, free: list[SpanRecord]) -> None:
-        """What `leave` takes out of the catalog, out of the index by now, it notes in `free`; one's
-        own of it is to be settled. Who is `at_rest` finds each of these in one of both places."""
+        """`leave` takes spans, already out of the index, out of the catalog and notes them in
+        `free`; one's own go into limbo. `at_rest` finds each of these in one of the two places."""
         if os.getpid() != self._pid:  # as in `_if_ours`
             leave(free)
             return
@@ -80,7 +80,7 @@ class Reclaim:
             try:
                 leave(free)
                 self._add(free)
-            except BaseException:  # Ctrl-C: nobody else knows of those that did not come so far
+            except BaseException:  # Ctrl-C: nobody else knows of those that did not get so far
                 there = {record.span_id for record in self.limbo.records()}
                 self._add(record for record in free if record.span_id not in there)
                 raise
@@ -106,12 +106,12 @@ class Reclaim:
             raise
 
     def wait_for(self, spans: Collection[int]) -> None:
-        """Until these spans' space is free, for a while."""
+        """Wait, for a while, until these spans' space is free."""
         wanted = set(spans)
         self._wait(lambda: not any(r.span_id in wanted for r in self.limbo.records()))
 
     def wait_for_readers(self, generation: int) -> None:
-        """Until others have followed so far and hold nothing of what was before, for a while.
+        """Wait, for a while, until others have followed so far and hold nothing from before.
 
         At opening: nobody owns that space any more, but it may still be read.
         """
@@ -119,8 +119,8 @@ class Reclaim:
 
     def close(self) -> bool:
         """Wait for other readers a last time, then bury what is left: headers are wiped, so that no
-        scan finds it again; rows stay on the disk, but for those to be erased. False: a thread is
-        stuck in a write, and may write yet."""
+        scan finds it again; rows stay on the disk, except those to be erased. False: a thread is
+        stuck in a write, and may still write."""
         self.settle()
         self.wait_for([record.span_id for record in self.limbo.records()])
         with self._lock:
@@ -131,13 +131,13 @@ class Reclaim:
 
     def bury(self, left: list[SpanRecord]) -> None:
         """Wipe these spans' headers, so that no scan finds them again, and give their space back:
-        off the list it is free, or in limbo. Where nothing is done any more, it is nobody's."""
+        once off the list it is free, or in limbo; where this may not write, it is nobody's."""
         if not self._if_ours(lambda: self._bury(left)):
             left.clear()
 
     def erase_free(self, kept: Sequence[Extent]) -> None:
-        """Erase what is nobody's, so much at a time that `close` waits for little; and of what is
-        somebody's, but for what is `kept` (sorted: spans that are READY), what is given back.
+        """Erase what is nobody's, in parts so small that `close` does not wait long; and what is
+        somebody's once it is given back, except what is `kept` (sorted: spans that are READY).
 
         Raises MediumError; StoreFailed where the store was closed meanwhile.
         """
@@ -146,7 +146,7 @@ class Reclaim:
                 raise StoreFailed(f"{self._shard.path}: closed before what is free was erased")
 
     def _readers(self) -> list[Seen]:
-        """Who reads here; where that cannot be told, somebody who may read anything."""
+        """Who reads here; where that cannot be told, a reader who may read anything."""
         try:
             found = present(self._shard.readers)
         except OSError as err:
@@ -159,10 +159,10 @@ class Reclaim:
         return found
 
     def _if_ours(self, act: Callable[[], object]) -> bool:
-        """Act where this process may write; whether it may. `close` waits for the end of it.
+        """Call `act` where this process may write; whether it may. `close` waits for its end.
 
-        No context manager: what a signal raises on the way into one leaves it open for as long as
-        somebody holds the traceback.
+        Not a context manager: an exception that a signal raises on the way into one leaves it open
+        for as long as somebody holds the traceback.
         """
         if os.getpid() != self._pid:  # before any lock: in a child nobody may ever open it
             return False
@@ -176,15 +176,15 @@ class Reclaim:
                 act()
             return ours
         finally:
-            self._busy.discard(mine)  # by one call of C: no lock that a signal could come at
+            self._busy.discard(mine)  # one call of C: no lock that a signal could interrupt
 
     def settled(self, count: Callable[[], Found]) -> Found:
-        """As `at_rest`, but waits for no erasing: that is in limbo until its space is free."""
+        """As `at_rest`, but waits for no erasing: what is being erased is in limbo meanwhile."""
         with self._lock:
             return count()
 
     def at_rest(self, look: Callable[[], Found]) -> Found:
-        """What it finds while nothing is given back or taken over, and nothing is so by half."""
+        """What `look` finds while nothing is given back or taken over, even by half."""
         late_s = monotonic() + WRITE_TIMEOUT_S
         while True:
             with self._lock:
@@ -193,8 +193,8 @@ class Reclaim:
             threading.Event().wait(LOOK_S)
 
     def _bury(self, left: list[SpanRecord]) -> None:
-        """Takes them off the list, one by one: what stays there, if something is raised, has its
-        space yet, and is in limbo."""
+        """Takes them off the list, one by one: what is left on it, if something is raised, still
+        has its space, and goes back into limbo."""
         spoilt: set[int] = set()
         try:
             spoilt |= self.spoilt.intersection([record.span_id for record in left])
@@ -211,7 +211,7 @@ class Reclaim:
             raise
 
     def finish(self) -> None:
-        """At opening: erase what was left to be, where nothing else lies by now."""
+        """At opening: erase what was still to be erased, where nothing else lies now."""
         slots, lost = {}, []
         for span, note in self._index.to_erase().items():
             if span not in self._shard.spans:
@@ -226,7 +226,7 @@ class Reclaim:
             self._erase_lost(lost)
 
     def _erase_lost(self, spans: Collection[int]) -> None:
-        """At opening: of these nobody knows where they lay, so all that is free is erased."""
+        """At opening: nobody knows where these lay, so all that is free is erased."""
         try:
             self._ssd.erase_now(Slot(tuple(self._ssd.free_parts(self._ssd.turns()))))
         except (MediumError, MemoryError) as err:
@@ -235,13 +235,13 @@ class Reclaim:
             self._index.erased(spans)
 
     def _wipe(self, records: Sequence[SpanRecord]) -> None:
-        """Overwrite those of them that are spoilt, for good."""
+        """Overwrite, for good, those of them that are spoilt."""
         mine = {r.span_id: Slot((r.meta, *r.parts)) for r in records if r.span_id in self.spoilt}
         self.spoilt.difference_update(mine)
         self._erase(mine)
 
     def _erase(self, slots: Mapping[int, Slot]) -> None:
-        """By span. On the committer's thread: nothing may be raised there."""
+        """Erase these, by span. On the committer's thread: nothing may be raised there."""
         done, before = [], self._ssd.sync_failures
         for span, slot in slots.items():
             try:

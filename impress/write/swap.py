@@ -28,13 +28,13 @@ _SPEECHLESS: Final = StoreFailed("the committer failed, and could not say of wha
 
 
 class Swaps:
-    """Of one shard; for the committer's thread."""
+    """Those of one shard; for the committer's thread."""
 
     def __init__(
         self, index: Index, headers: Headers, catalog: MergedCatalog, history: History,
         duties: Duties, delete: Callable[[list[int]], None], unseen: dict[int, SpanRecord],
     ) -> None:  # fmt: skip
-        """`delete`: these retired spans, now. `unseen`: what the index may name and the tree not
+        """`delete`: deletes retired spans, now. `unseen`: what the index may name and the tree not
         yet show."""
         self._index = index
         self._headers = headers
@@ -77,12 +77,12 @@ class Swaps:
             if isinstance(err, StoreFailed | MediumError) and not getattr(err, "harmless", False):
                 self._duties.trouble(why)
             log.warning("span %d was not repacked: %s", job.old, why)
-            return self._spoilt(record, Swapped.FAILED)  # forgotten, what history carried
+            return self._spoilt(record, Swapped.FAILED)  # what history carried is forgotten
         if before is None:
             return self._spoilt(record, Swapped.GONE)
         try:
             is_shown = self._catalog.replace(job.old, record)
-        except Exception:  # the index names the old one no more: what shows it is taken back, too
+        except Exception:  # the index no longer names the old one: what shows it is taken back
             for old in self._catalog.retired_records([job.old]):
                 self._unseen[job.old] = old
             raise
@@ -104,9 +104,9 @@ class Swaps:
 
 
 def failed(err: Exception, what: str = "") -> StoreFailed:
-    """What a store is told of an error; one that no disk and no index says is logged whole.
+    """What a store is told of an error; one that neither disk nor index raised is logged whole.
 
-    Never raises: there may be no memory for words either, or a handler of the log's that fails.
+    Never raises: there may be no memory for words either, or a log handler that fails.
     """
     try:
         if not isinstance(err, ImpressError | MediumError):

@@ -115,8 +115,8 @@ class Writer:
     def _put_packed(self, layer: int, slots: Rows, k: Words, v: Words) -> None:
         """A whole layer, its rows as `slots` says; probe records from rows in position order.
 
-        Who catches its error has a refused store: another put of the layer would have the rest lie
-        in position order, under a header that says otherwise.
+        Whoever catches its error has a refused store: another put of the layer would have the rest
+        lie in position order, under a header that says otherwise.
         """
         assert self.draft is not None
         try:
@@ -220,7 +220,7 @@ class Writer:
             self._missing[layer, window] = 0
 
     def _pack(self, k: Words, v: Words, buffer: Buffer, count: int) -> None:
-        """Rows of so many windows as pieces: K, then V."""
+        """Pack rows of so many windows as pieces: K, then V."""
         assert self.draft is not None
         planes = self.draft.layout.planes
         cut = count * planes[K].chunk_bytes
@@ -290,7 +290,7 @@ class Writer:
 
 @contextmanager
 def _given_back(buffer: Buffer) -> Iterator[None]:
-    """Where the block fails (no memory, Ctrl-C) nobody else has this slot yet."""
+    """Release the slot where the block fails (no memory, Ctrl-C): nobody else has it yet."""
     try:
         yield
     except BaseException:
@@ -318,7 +318,7 @@ def importance_of(values: Any, shape: tuple[int, ...], what: str) -> npt.NDArray
         if hasattr(values, "detach"):
             values = values.detach().cpu().numpy()
         array = np.asarray(values, dtype=np.float32)
-    except (ValueError, TypeError, OverflowError, NotImplementedError) as err:  # meta: the last
+    except (ValueError, TypeError, OverflowError, NotImplementedError) as err:  # meta tensors: last
         raise BadInput(f"{what}: importance wants {list(shape)} numbers: {err}") from None
     if array.shape != shape or np.isnan(array).any():
         raise BadInput(f"{what}: importance wants {list(shape)} numbers, got {list(array.shape)}")

@@ -1,4 +1,4 @@
-"""The golden store of format 1: `python tests/data/make_golden.py` writes golden_v1.tar.xz anew.
+"""The golden store of format 1: `python tests/data/make_golden.py` writes golden_v1.tar.xz again.
 
 Run it when the format's VERSION goes up, under a new name, and never to silence a test: a byte that
 differs under the same VERSION is a store in the field that can no longer be read. (A row codec, a
@@ -24,7 +24,7 @@ import impress
 from impress.write.directory import Identity, restore_identity
 
 ARCHIVE = Path(__file__).parent / "golden_v1.tar.xz"
-#: Rows of 32 and 64 bytes: every piece is padded, K's and V's differ.
+#: Rows of 32 and 64 bytes: every piece is padded, and K's pieces differ from V's.
 GEOMETRY = impress.Geometry(2, 4, 2, 4, "float32", v_head_dim=8)
 CONFIG = impress.Config(
     window=16, segment_bytes=1 << 20, write_buffer_bytes=1 << 20, dram_bytes=1 << 20,

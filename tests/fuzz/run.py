@@ -20,7 +20,7 @@ _BATCH = 200
 
 
 def fuzz(name: str, n_examples: int, number: int) -> None:
-    """One batch of a target. Raises what it found, with the smallest input that shows it."""
+    """Run one batch of a target. Raises what it finds, with the smallest input that shows it."""
     target, drawn, _ = TARGETS[name]
 
     @seed(number)
@@ -36,7 +36,7 @@ def fuzz(name: str, n_examples: int, number: int) -> None:
 
 
 def led_by_coverage(name: str, arguments: list[str]) -> None:
-    """Until stopped, by atheris."""
+    """Fuzz until stopped, led by atheris."""
     import atheris  # type: ignore[import-not-found]
 
     target, drawn, _ = TARGETS[name]
@@ -53,7 +53,7 @@ def led_by_coverage(name: str, arguments: list[str]) -> None:
 
 def main() -> int:
     """0 when nothing was found."""
-    logging.disable(logging.CRITICAL)  # every input would say so
+    logging.disable(logging.CRITICAL)  # every input would be logged
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1, help="of the first batch")

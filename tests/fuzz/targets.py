@@ -1,8 +1,8 @@
-"""What a stranger can hand over: header records, index values, configurations, arguments.
+"""Input that a stranger can hand over: header records, index values, configurations, arguments.
 
-Each target takes one drawn input. Nothing may come out but what is documented: FormatError,
-ConfigError, BadInput, exit status 0 to 2. Checksums are made right again after most mutations, or
-nothing behind them would ever be reached.
+Each target takes one drawn input. Only documented outcomes are allowed: FormatError, ConfigError,
+BadInput, exit status 0 to 2. Checksums are recomputed after most mutations, or the code past the
+checksum test would never be reached.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _keep: list[Any] = []
 
 @cache
 def seeds() -> tuple[list[bytes], list[bytes]]:
-    """Sound header records and index values, one a span."""
+    """Sound header records and index values, one of each per span."""
     shard = Shard(scene())
     index = Index(shard.index, create=False)
     values = dict(index.spans())
@@ -105,7 +105,7 @@ def mutated(draw: st.DrawFn, originals: Callable[[], list[bytes]], most: int) ->
 
 
 def sealed_header(raw: bytes) -> bytes:
-    """With the checksums of its page and sections made right, as far as they can be found."""
+    """`raw` with the checksums of its page and sections recomputed, as far as they can be found."""
     page = bytearray(raw[:PAGE].ljust(PAGE, b"\0"))
     (n_sections,) = struct.unpack_from("<I", page, 200)
     for i in range(min(n_sections, 64)):
@@ -118,7 +118,7 @@ def sealed_header(raw: bytes) -> bytes:
 
 
 def sealed_value(raw: bytes) -> bytes:
-    """With its checksum made right."""
+    """`raw` with its checksum recomputed."""
     return raw[:-8] + xxhash.xxh3_64_digest(raw[:-8])
 
 
@@ -129,7 +129,7 @@ def sealed_little(raw: bytes) -> bytes:
 
 @cache
 def histories() -> list[bytes]:
-    """Sound values: of a span nobody asked for, and of one that was."""
+    """Sound values: one for a span nobody asked for, one for a span that was asked for."""
     empty = remembered.Remembered.empty(2, 3, 16)
     used = empty.copy()
     used.halves[:] = np.linspace(0, 1, used.halves.size).reshape(used.halves.shape)
@@ -149,7 +149,7 @@ def sound_ledgers() -> list[bytes]:
 
 
 def taken(refusal: type[impress.ImpressError], call: Callable[..., Any], *args: Any) -> Any:
-    """What a call makes of a stranger's input; None where it refuses that, in one clear line."""
+    """The result of a call on a stranger's input; None if it refuses that input, in one line."""
     try:
         return call(*args)
     except refusal as err:
@@ -158,7 +158,7 @@ def taken(refusal: type[impress.ImpressError], call: Callable[..., Any], *args: 
 
 
 def header(drawn: tuple[bytes, bool]) -> None:
-    """A header record decodes to something that can be laid out and judged, or FormatError."""
+    """A header record decodes to something that can be laid out and judged, or is a FormatError."""
     raw, seal = drawn
     raw = sealed_header(raw) if seal else raw
     found = taken(FormatError, decode_header, raw, Extent(0, 0, PAGE))
@@ -174,8 +174,8 @@ def header(drawn: tuple[bytes, bool]) -> None:
 
 
 def segment(drawn: tuple[bytes, int]) -> None:
-    """A segment with a strange header in it is scanned to the end; the others are found, unless it
-    claims what is theirs."""
+    """A segment with a strange header in it is scanned to the end; the other headers are found,
+    unless the strange one claims their bytes."""
     raw, which = drawn
     path = scene()
     value = seeds()[1][which % len(seeds()[1])]
@@ -187,7 +187,7 @@ def segment(drawn: tuple[bytes, int]) -> None:
     after[meta.off : meta.off + len(strange)] = strange
     file.write_bytes(after)
     try:
-        # StoreFailed: a read past the file's end is a failing disk to it.
+        # StoreFailed: a rebuild takes a read past the file's end for a failing disk.
         found = taken(StoreFailed, lambda: rebuild_store(path, dry_run=True))
         if found is not None:
             assert found.spans + found.superseded >= len(seeds()[1]) - 1
@@ -218,7 +218,7 @@ def index_values(drawn: list[tuple[int, bytes, bool]]) -> None:
 
 
 def history(drawn: tuple[bytes, bool]) -> None:
-    """A span's history decodes to arrays that are encoded again, or FormatError."""
+    """A span's history decodes to arrays that can be encoded again, or is a FormatError."""
     raw, seal = drawn
     value = sealed_little(raw) if seal else raw
     remembered.head_of(value)
@@ -231,7 +231,7 @@ def history(drawn: tuple[bytes, bool]) -> None:
 
 
 def ledger(drawn: tuple[bytes, bool]) -> None:
-    """A ledger decodes to one that can be shown and goes on, or None."""
+    """A ledger decodes to one that can be shown and can go on deciding, or to None."""
     raw, seal = drawn
     entry = ledgers.decode(sealed_little(raw) if seal else raw)
     if entry is not None:
@@ -240,7 +240,7 @@ def ledger(drawn: tuple[bytes, bool]) -> None:
 
 
 def identity(drawn: bytes) -> None:
-    """impress.json is an identity, or FormatError."""
+    """impress.json reads as an identity, or is a FormatError."""
     folder = scene().parent / "identity"
     folder.mkdir(exist_ok=True)
     (folder / "impress.json").write_bytes(drawn)
@@ -250,7 +250,7 @@ def identity(drawn: bytes) -> None:
 
 
 def config(drawn: bytes) -> None:
-    """A TOML file is a configuration, or ConfigError in one line."""
+    """A TOML file reads as a configuration, or is a ConfigError in one line."""
     file = scene().parent / "config.toml"
     file.write_bytes(drawn)
     taken(ConfigError, lambda: tenant_secret(Config.load(file)))
@@ -271,7 +271,7 @@ def arguments(drawn: tuple[list[str], bytes]) -> None:
     except SystemExit as end:
         status = end.code or 0
         assert status in (0, 1, 2), status
-        if status == 2 and args:  # said once, at last
+        if status == 2 and args:  # said once, on the last line
             said = err.getvalue().splitlines()
             assert said and [line for line in said if line.startswith("impress: ")] == said[-1:]
     finally:
@@ -283,7 +283,7 @@ def arguments(drawn: tuple[list[str], bytes]) -> None:
 
 
 def tokens(drawn: Any) -> None:
-    """Token ids are taken or BadInput."""
+    """Token ids are accepted, or are BadInput."""
     from impress.blockhash import as_tokens, labels_of
 
     taken(BadInput, lambda: labels_of(as_tokens(drawn), 16))
@@ -384,7 +384,7 @@ def _objects(values: list[Any]) -> Any:
     return np.array(values, dtype=object)
 
 
-#: Name -> (target, what is drawn for it, how many in the short run).
+#: Name -> (target, what is drawn for it, how many draws in the short run).
 TARGETS: dict[str, tuple[Callable[[Any], None], st.SearchStrategy[Any], int]] = {
     "header": (header, st.tuples(mutated(_headers, 480), st.integers(0, 9).map(bool)), 300),
     "sections": (header, st.tuples(mutated(_headers, 12288), st.just(True)), 150),

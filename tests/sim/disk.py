@@ -1,4 +1,4 @@
-"""A disk that reorders, delays, fails, forgets what was not synced, and can lose power."""
+"""A disk that reorders, delays, fails, forgets unsynced writes, and can lose power."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiers.ssd import SsdTier
 
 
 class Faults:
-    """How often what goes wrong, of each read or write. All zero: a good disk."""
+    """How often each fault strikes a read, a write or a sync. All zero: a good disk."""
 
     def __init__(self, *, late: float = 0, eio: float = 0, short: float = 0, flip: float = 0,
                  write: float = 0, sync: float = 0) -> None:  # fmt: skip
@@ -25,7 +25,7 @@ class Faults:
 
     @property
     def on_reads(self) -> bool:
-        """Then what is stored may be taken for lost; else only stores fail."""
+        """Reads can go wrong: what is stored may be taken for lost. Otherwise only stores fail."""
         return bool(self.late or self.eio or self.short or self.flip)
 
     @property
@@ -93,7 +93,7 @@ class SimSsd(SsdTier):
         self._turn()
 
     def _drop_pages(self, paths: set[Path]) -> None:
-        """What these files had not synced is lost, and no later sync will say so: told once."""
+        """These files' unsynced writes are lost. No later sync reports it: it is told once."""
         for path, off in [at for at in self.undo if at[0] in paths]:
             before = self.undo.pop((path, off))
             with path.open("r+b") as file:
@@ -101,7 +101,7 @@ class SimSsd(SsdTier):
                 file.write(before)
 
     def _turn(self) -> None:
-        """Somebody else's, perhaps; nothing happens once the power is off."""
+        """Perhaps give the turn away; nothing happens any more once the power is off."""
         if not SimSsd.on:
             raise Killed
         self.sched.assert_unlocked()
@@ -112,7 +112,7 @@ class SimSsd(SsdTier):
 
     @classmethod
     def power_cut(cls, rng: random.Random) -> None:
-        """Each page that was not synced is there, or as before, or torn."""
+        """Each page that was not synced is now as written, or as it was before, or torn."""
         for (path, off), before in sorted(cls.undo.items()):
             fate = rng.random()
             if fate < 0.5 or not path.exists():

@@ -19,20 +19,20 @@ LIVES = 8
 
 
 def simulate(folder: Path, seed: int, lives: int = LIVES) -> World:
-    """Raises AssertionError (or whatever broke) when a promise was."""
+    """Run one seed; raises AssertionError (or whatever broke) where a promise was broken."""
     with ExitStack() as stack:
 
         def patch(target: Any, name: str, value: Any) -> None:
             stack.callback(setattr, target, name, getattr(target, name))
             setattr(target, name, value)
 
-        logging.disable(logging.CRITICAL)  # every fault would say so
+        logging.disable(logging.CRITICAL)  # every fault would be logged
         stack.callback(logging.disable, logging.NOTSET)
         bugs: list[Exception] = []
 
         def noted(err: Exception, what: str = "") -> StoreFailed:
-            """The committer goes on after a bug: here its seed does not. (A thread killed as it
-            counts a task off tries that to the limit of its stack: no finding.)"""
+            """The committer carries on after a bug; here its seed does not. (A thread killed as it
+            counts a task off retries up to the limit of its stack: that is not a finding.)"""
             if not (isinstance(err, ImpressError | MediumError) or world.sched.current.killed):
                 bugs.append(err)
             return failed(err, what)
@@ -45,7 +45,7 @@ def simulate(folder: Path, seed: int, lives: int = LIVES) -> World:
             if bugs:
                 raise bugs[0]
         except Exception:
-            world.crash()  # else its threads stay parked for good, its index open
+            world.crash()  # else its threads stay parked for good and its index stays open
             raise
         return world
 

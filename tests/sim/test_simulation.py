@@ -26,9 +26,9 @@ from impress.write.headers import Headers
 from impress.write.index import Index
 from tiers.base import Slot
 
-#: `make soak` gives more.
+#: `make soak` allows more.
 SECONDS = float(os.environ.get("IMPRESS_SIM_SECONDS", "60"))
-#: What is said where something READY is not there after all.
+#: What failures say when something READY turns out not to be there.
 BROKEN = ("READY", "after a restart", "lost on a good disk", "but a store failed")
 
 
@@ -59,7 +59,7 @@ def test_what_it_is_about_happens(tmp_path: Path) -> None:
 
 
 def test_a_seed_replays(tmp_path: Path) -> None:
-    """The same number of turns at the same times, or a failure could not be looked at twice."""
+    """As many turns at the same times: otherwise a failure could not be looked at twice."""
     ends = []
     for name in ("once", "again"):
         (tmp_path / name).mkdir()
@@ -69,7 +69,7 @@ def test_a_seed_replays(tmp_path: Path) -> None:
 
 
 def try_seeds(tmp_path: Path) -> None:
-    """Until one shows what a test has broken."""
+    """Run seeds until one shows what a test has broken."""
     for seed in range(1, 60):
         folder = tmp_path / str(seed)
         folder.mkdir()
@@ -93,14 +93,14 @@ def test_it_would_notice_a_commit_before_the_sync(
     monkeypatch.setattr(world, "ENDS", ("power",))
     with pytest.raises(AssertionError) as found:
         try_seeds(tmp_path)
-    said = str(found.value)  # lost, or gone bad under a store that hangs from it
+    said = str(found.value)  # lost, or gone bad beneath a store that continues it
     assert any(words in said for words in BROKEN), said
 
 
 def test_it_would_notice_a_header_that_was_not_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index named the span, and what could not be leased of it was taken for a miss."""
+    """The index named the span, and any of it that could not be leased was taken for a miss."""
 
     def rows_alone(self: Headers, spans: Iterable[tuple[SpanRecord, int]]) -> None:
         self._ssd.sync([Slot(record.parts) for record, _ in spans])
@@ -110,15 +110,15 @@ def test_it_would_notice_a_header_that_was_not_synced(
     monkeypatch.setattr(world, "ENDS", ("power",))
     with pytest.raises(AssertionError) as found:
         try_seeds(tmp_path)
-    said = str(found.value)  # at the next open, as somebody asks, or where a store hung from it
+    said = str(found.value)  # at the next open, at a request, or at a store that continues it
     assert any(words in said for words in BROKEN), said
 
 
 def test_it_would_notice_a_bug_behind_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bug that the committer met is told as a failed store, which a bad disk excused; and a store
-    that never ended was taken for one that was not READY."""
+    """A bug met by the committer is reported as a failed store, which a bad disk excused; and a
+    store that never ended was taken for one that was not READY."""
 
     def broken(self: MergedCatalog, record: object, prefix: bytes) -> int:
         raise KeyError("a bug")
@@ -133,12 +133,12 @@ def test_it_would_notice_a_bug_behind_a_fault(
 def test_it_would_notice_what_is_ready_and_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what was found was remembered as READY: nothing missed what never was."""
+    """Only spans that were found were remembered as READY: one never found was not missed."""
     before = set(threading.enumerate())
     monkeypatch.setattr(impress.PrefixStore, "lookup", lambda self, tokens: 0)
     with pytest.raises(AssertionError, match="was READY, and 0 of its tokens"):
         try_seeds(tmp_path)
-    for thread in set(threading.enumerate()) - before:  # of a life that failed
+    for thread in set(threading.enumerate()) - before:  # those of the life that failed
         thread.join(60)
         assert not thread.is_alive(), thread.name
 
@@ -146,7 +146,7 @@ def test_it_would_notice_what_is_ready_and_not_found(
 def test_it_would_notice_a_thread_that_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the store's own threads died of was printed, and the seed held."""
+    """An error that ended one of the store's threads was printed, and the seed passed."""
     commit = Index.commit
 
     def at_last(self: Index, *args: Any, last: bool = False, **named: Any) -> None:
@@ -172,7 +172,7 @@ def test_it_would_notice_a_hang() -> None:
 
 @pytest.mark.parametrize("called", [False, True])
 def test_it_would_notice_a_lost_wake_up(*, called: bool) -> None:
-    """Who waited for something went on once it was so, whether anybody had called or not."""
+    """A waiter went on once its condition was true, whether or not anybody had notified it."""
     sched = Scheduler(1)
     cond, flag = Condition(sched, Lock(sched, "a test")), list[int]()
 

@@ -1,8 +1,8 @@
 """Threads that take turns: one runs at a time, a seed decides who is next, time is virtual.
 
 Stands in for `threading` and `monotonic` in the modules under test. A thread gives its turn away
-where it would wait (locks, conditions, events, I/O), and nowhere else; when all wait, time jumps to
-the first deadline; when there is none, that is a hang, and fails. The same seed gives the same run.
+where it would wait (locks, conditions, events, I/O), and nowhere else. When all wait, time jumps to
+the first deadline; if there is none, that is a hang: a failure. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Killed(BaseException):
 
 
 class Hang(AssertionError):
-    """Every thread waits for another."""
+    """Every thread is waiting for another."""
 
 
 class Thread:
@@ -34,8 +34,8 @@ class Thread:
         self._sched = sched
         self._target, self._args = target, args
         self.turn = real.Semaphore(0)
-        self.ready: Callable[[], bool] = lambda: True  # may it run?
-        self.deadline: float | None = None  # or then
+        self.ready: Callable[[], bool] = lambda: True  # may it run now?
+        self.deadline: float | None = None  # it may run from then on, too
         self.alive = False
         self.killed = False
         self._thread = real.Thread(target=self._run, name=name, daemon=True)
@@ -59,7 +59,7 @@ class Thread:
         except Killed:
             pass
         except BaseException as err:
-            if not self.killed:  # what breaks on the way out of a dead process is no finding
+            if not self.killed:  # an error on the way out of a dead process is no finding
                 self._sched.errors.append(err)
                 traceback.print_exc()
         finally:
@@ -81,18 +81,18 @@ class Scheduler:
         self.threads.append(self.main)
         self.current = self.main
         self.held: dict[Lock, Thread] = {}
-        self.crash_at: int | None = None  # a number of switches
+        self.crash_at: int | None = None  # after this number of switches
         self.hang = ""
-        self.errors: list[BaseException] = []  # what threads ended by
+        self.errors: list[BaseException] = []  # the errors that ended threads
 
     # ---- giving the turn away ----------------------------------------------------------------
 
     def pause(self) -> None:
-        """Anybody's turn."""
+        """Any thread may go next, this one too."""
         self.wait_until(lambda: True, None)
 
     def wait_until(self, ready: Callable[[], bool], timeout: float | None) -> bool:
-        """Others run until `ready` (True) or the time is up (False)."""
+        """Let others run until `ready` holds (True) or the time is up (False)."""
         me = self.current
         if me.killed:
             raise Killed
@@ -127,7 +127,7 @@ class Scheduler:
                 self.current = self.rng.choice(able)
                 return self.current
             deadlines = [t.deadline for t in self.threads if t.deadline is not None]
-            if not deadlines:  # the main thread says so
+            if not deadlines:  # the main thread raises Hang
                 self.hang = ", ".join(t.name for t in self.threads)
                 self.current = self.main
                 return self.main
@@ -137,14 +137,14 @@ class Scheduler:
         return thread.deadline is not None and thread.deadline <= self.now
 
     def raise_errors(self) -> None:
-        """What a thread ended by, a client's or one of the store's own, if any did."""
+        """Raise the first error that ended a thread, a client's or one of the store's own."""
         if self.errors:
             raise self.errors[0]
 
     # ---- the end of a process ----------------------------------------------------------------
 
     def kill_all(self) -> None:
-        """Every thread but the main one ends at its next step. By the main thread."""
+        """Every thread but the main one ends at its next step. Only the main thread calls this."""
         self.crash_at = None
         for thread in [t for t in self.threads if t is not self.main]:
             thread.killed = True
@@ -165,7 +165,7 @@ class Scheduler:
         return self.now
 
     def threading(self, module: str) -> Any:
-        """What `threading` is in a module."""
+        """The stand-in for `threading` in a module."""
         return SimpleNamespace(
             Thread=lambda **options: Thread(self, **options),
             Lock=lambda: Lock(self, module),
@@ -185,16 +185,16 @@ class Scheduler:
                 patch(module, "monotonic", self.clock)
 
     def assert_unlocked(self) -> None:
-        """I/O begins: the current thread must hold no lock but those made to be held so long."""
+        """I/O begins: the current thread must hold no lock except those made to be held long."""
         mine = [lock for lock, owner in self.held.items() if owner is self.current]
         bad = [lock.module for lock in mine if not lock.long]
         assert not bad, f"a lock of {bad} is held across I/O"
 
 
 class Lock:
-    """threading.Lock. Taking it may be anybody else's turn first."""
+    """threading.Lock. Another thread may get a turn before it is taken."""
 
-    #: Held for a whole pass, or while a tier's files are opened and grown: by design.
+    #: Modules with locks held, by design, for a whole pass or while a tier's files open and grow.
     LONG = ("impress.repacking.repack", "tiers.ssd", "impress.write.env", "impress.write.follow")
 
     def __init__(self, sched: Scheduler, module: str) -> None:
@@ -218,7 +218,7 @@ class Lock:
         return True
 
     def take(self) -> None:
-        """It is free."""
+        """Take it; the caller knows that it is free."""
         self._taken = True
         self._sched.held[self] = self._sched.current
 
@@ -240,15 +240,16 @@ class Lock:
 class Condition:
     """threading.Condition; others may share its lock (never taken twice by one thread here).
 
-    Who waits goes on when it is called, as there, and not as soon as it might: a call that nobody
-    makes, or that goes to another, is a hang. Which of several is called is the seed's.
+    As with the real one, a waiter goes on when it is notified, not as soon as its condition holds:
+    a notify that is never made, or that reaches another waiter, is a hang. The seed decides which
+    of several waiters is notified.
     """
 
     def __init__(self, sched: Scheduler, lock: Lock) -> None:
         self.acquire, self.release = lock.acquire, lock.release
         self._sched = sched
         self._lock = lock
-        self._waiting: list[list[bool]] = []  # each: whether it was called
+        self._waiting: list[list[bool]] = []  # each: whether it was notified
 
     def __enter__(self) -> Condition:
         self.acquire()

@@ -20,7 +20,7 @@ from disk import Faults, SimSsd, flipped
 from turns import Killed, Scheduler, Thread
 
 import impress
-import impress.store  # and all it imports: what came later would have real threads and clocks
+import impress.store  # and all it imports: a later import would have real threads and clocks
 import impress.write.env
 import impress.write.health
 import impress.write.home
@@ -160,24 +160,24 @@ class World:
             self._assert_excused(err)
 
     def _assert_excused(self, err: impress.StoreFailed) -> None:
-        """A store may fail for a fault, or because what it hangs from was purged meanwhile; never
-        for a bug that the committer met."""
+        """A store may fail through a fault, or because what it hangs from was purged meanwhile;
+        never through a bug that the committer met."""
         expected = (impress.ImpressError, MediumError, OSError)
         cause: BaseException | None = err
-        while cause is not None:  # what the committer met is told as a failed store
+        while cause is not None:  # an error that the committer met comes out as a failed store
             assert isinstance(cause, expected), f"a store failed by a bug: {cause!r}"
             cause = cause.__cause__
         assert self.excused or self.purged, "nothing went wrong, but a store failed"
 
     def _wait_idle(self) -> None:
-        """Promotions and the like have ended."""
+        """Wait until promotions and the like have ended."""
         assert self.store is not None
         pool = self.store._pool
         idle = lambda: not any(pool.depth()) and not any(pool._since)  # noqa: E731
         self.sched.wait_until(idle, 1000)
 
     def crash(self, *, power: bool = False) -> None:
-        """The process is gone, and with `power` what was not synced."""
+        """End the process; with `power`, what was not synced is lost, too."""
         SimSsd.on = False
         self.sched.kill_all()
         for shared in impress.write.env.envs.values():
@@ -297,7 +297,7 @@ class World:
 
     @contextmanager
     def _taking_away(self) -> Iterator[None]:
-        """What is READY may go from here on, and what becomes so meanwhile."""
+        """From here on, what is READY may go, and so may what becomes READY meanwhile."""
         self.must_have.clear()
         self.takings, self.taking = self.takings + 1, self.taking + 1
         yield

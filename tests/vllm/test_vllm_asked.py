@@ -1,4 +1,4 @@
-"""What a client asks for in kv_transfer_params: whatever it is, the engine serves on."""
+"""Whatever a client asks for in kv_transfer_params, the engine goes on serving."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Serve = Callable[..., Served]
 
 PROMPT = words(300, seed=3)
 HALF = {"name": "recency", "keep": 0.5}
-#: Of a wrong shape, at every level that JSON has.
+#: Values of a wrong shape, at every level of the JSON.
 STRANGE = [
     '"exact"', "[1]", "7",
     '{"impress": "exact"}', '{"impress": true}', '{"impress": false}', '{"impress": ["policy"]}',
@@ -48,7 +48,7 @@ NOTHING = [
 
 
 def _side(**extra: Any) -> SchedulerSide:
-    """The scheduler's side of a store that holds nothing."""
+    """The scheduler's side, over a store that holds nothing."""
     view: Any = SimpleNamespace(lookup=lambda *names: 0, current=True, refresh=lambda: None)
     served: Any = SimpleNamespace(block_size=128, lora="", mixes_adapters=False)
     settings = Settings.of({"store": "unused", **extra})
@@ -56,7 +56,7 @@ def _side(**extra: Any) -> SchedulerSide:
 
 
 def _policy(side: SchedulerSide, asked: Any) -> Policy:
-    """What a new request may get."""
+    """The policy that a new request with these parameters gets."""
     request = SimpleNamespace(
         request_id="r", kv_transfer_params=asked, resumable=True, pooling_params=None,
         lora_request=None,
@@ -69,7 +69,7 @@ def _policy(side: SchedulerSide, asked: Any) -> Policy:
 def test_what_is_not_understood_is_served_exactly_and_said(
     body: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM asks unguarded: one request of any client ended the engine, for all of them."""
+    """vLLM asks without a guard: one request from any client ended the engine for all of them."""
     assert _policy(_side(policy=HALF), json.loads(body)) == Exact()
     (said,) = caplog.records
     assert said.levelno == logging.WARNING and "served exactly" in said.getMessage()
@@ -84,7 +84,7 @@ def test_who_asks_for_nothing_gets_what_the_server_gives(
 
 
 def test_all_rows_asked_of_a_server_that_chooses_none_are_read(serve: Serve) -> None:
-    """No layer of it asks for rows: the hit was thrown away, and the prompt computed."""
+    """No layer of such a server asks for rows: the hit was thrown away, and the prompt computed."""
     served = serve()
     served.ask([PROMPT])
     served.forget()
@@ -105,7 +105,7 @@ def test_an_engine_outlives_every_strange_request(serve: Serve) -> None:
     served = serve(extra={"policy": HALF})
     (exact,) = served.ask([PROMPT], policy={"name": "exact"})
     served.forget()
-    for body in STRANGE[3:]:  # vLLM itself refuses what is no object
+    for body in STRANGE[3:]:  # vLLM itself refuses non-objects
         asked = params(10)
         asked.extra_args = {"kv_transfer_params": json.loads(body)}
         prompt = {"prompt_token_ids": PROMPT}

@@ -28,7 +28,7 @@ from tests.vllm.served import SMALL
 
 
 def _isas() -> list[str]:
-    """What vLLM may choose on this processor."""
+    """The instruction sets that vLLM may choose on this processor."""
     if platform.machine() in ("aarch64", "arm64"):
         return ["neon", "vec16"]
     return ["vec", "vec16", *(["amx"] if torch.cpu._is_amx_tile_supported() else [])]
@@ -117,8 +117,8 @@ def test_single_rows_go_to_their_slots() -> None:
 def test_a_prefix_comes_into_its_blocks_in_whatever_order_it_lies(
     tmp_path: Path, packed: bool, first: int, end: int
 ) -> None:
-    """Rows that vLLM has, or has no block for, are written nowhere; each other into its slot, with
-    no copy made where they lie side by side."""
+    """Rows that vLLM has, or has no block for, are not written; every other row goes into its slot,
+    with no copy made where rows lie side by side."""
     geometry, size = Geometry(2, 2, 2, 32, "float32"), 32
     rows = [torch.randn(2, 320, 32) for _ in range(4)]
     prompt = Prompt(np.arange(320, dtype=np.int32), {}, "")
@@ -150,8 +150,8 @@ def test_a_step_has_no_more_on_its_way_than_it_may(
 ) -> None:
     """All layers of all of a step's hits were begun at once: eight prompts of 8,192 tokens of a
     Llama-3-8B took 8 GiB beside vLLM and the store's own tiers. And every layer of a hit came
-    before the first layer of the next, for which the model waited."""
-    geometry, size = Geometry(8, 2, 2, 32, "float32"), 32  # 128 KiB a layer and hit
+    before the first layer of the next hit, for which the model waited."""
+    geometry, size = Geometry(8, 2, 2, 32, "float32"), 32  # 128 KiB per layer and hit
     n, n_hits, hit_layer = 256, 4, 256 * 2 * 2 * 32 * 4
     prompts = [Prompt(np.arange(at, at + n, dtype=np.int32), {}, "") for at in range(n_hits)]
     rows = torch.randn(n_hits, 2, 8, 2, n, 32)

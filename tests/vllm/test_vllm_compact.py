@@ -1,4 +1,4 @@
-"""What layers see of a batch in which some requests have chosen rows, beside attention in the open.
+"""What layers see of a batch in which some requests have chosen rows, against plain attention.
 
 No engine: the sparse side over blocks and metadata of FlashAttention's shape, prefill, then decode.
 """
@@ -28,7 +28,7 @@ SCALE = DIM**-0.5
 
 @dataclasses.dataclass
 class Metadata:
-    """Of vLLM's FlashAttention what is looked at here."""
+    """The part of vLLM's FlashAttention metadata that is used here."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -77,12 +77,12 @@ class World:
         self.free = self.rng.permutation(np.arange(1, n_blocks)).tolist()  # 0 is vLLM's own
         self.blocks: list[list[int]] = []
         self.lengths: list[int] = []  # as vLLM counts
-        self.seen: list[list[list[torch.Tensor]]] = []  # of each request and layer: k, v [m, …]
+        self.seen: list[list[list[torch.Tensor]]] = []  # for each request and layer: k, v [m, …]
 
     def add(self, n: int, kept: list[float] | None) -> None:
-        """A request with a prefix of n tokens; kept: the share each layer chooses, None: whole."""
+        """A request with a prefix of n tokens; kept: each layer's chosen share, None for whole."""
         blocks = [self.free.pop() for _ in range(-(-n // SIZE) + 2)]
-        # No token-major rows in the store's shape: [kv heads, n, dim].
+        # Token-major rows, seen in the store's shape: [kv heads, n, dim].
         kv = [torch.randn(2, n, KV_HEADS, DIM).transpose(1, 2) for _ in range(N_LAYERS)]
         everything = np.arange(n)
         chosen = [everything] * N_LAYERS
@@ -102,7 +102,7 @@ class World:
         )  # fmt: skip
 
     def step(self, n_new: list[int], n_padding: int = 0) -> list[Metadata]:
-        """All layers of one step; what each was given. Asserts what each request gets."""
+        """Run one step's layers; returns what each was given. Asserts what each request gets."""
         self.lengths = [n + new for n, new in zip(self.lengths, n_new, strict=True)]
         metadata = self._metadata(n_new, n_padding)
         starts, given = metadata.query_start_loc.tolist(), []

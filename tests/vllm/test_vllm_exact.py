@@ -115,7 +115,7 @@ def test_admission_at_second_use_stores_what_came_before(serve: Serve) -> None:
 
 
 def test_several_answers_of_one_request_are_one_use(serve: Serve) -> None:
-    """vLLM makes a request of each, of whose id the saver tells that they are one."""
+    """vLLM makes a request of each answer, and from their ids the saver tells that they are one."""
     from vllm import SamplingParams
 
     served = serve(extra={"config": {**SMALL, "admit": "second"}})
@@ -139,9 +139,9 @@ def test_what_prompts_share_is_stored_once(serve: Serve) -> None:
 def test_a_store_that_others_did_already_is_not_counted(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of eight equal prompts at once one is stored, and `vllm:impress_stored_total` said eight."""
+    """Of eight equal prompts at once, one is stored, but `vllm:impress_stored_total` said eight."""
     served = serve()
-    monkeypatch.setattr(served.worker, "take_counts", dict)  # they stay
+    monkeypatch.setattr(served.worker, "take_counts", dict)  # the counts stay
     served.ask(QUESTIONS[:1] * 8)
     served.settle()
     served.worker.take_report()
@@ -221,7 +221,7 @@ def test_a_damaged_prefix_is_computed_again(serve: Serve, budget: int) -> None:
 def test_a_load_that_gets_no_memory_is_computed_again(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a device had too little beside vLLM's share, its error ended the engine."""
+    """Where a device had too little memory beside vLLM's share, its error ended the engine."""
     plain = _plain(serve)
     served = _stored(serve)
     load, take_invalid, invalid = BlockLayout.load, served.worker.take_invalid, set[int]()
@@ -345,7 +345,7 @@ def test_an_engine_that_is_stepped_until_it_is_idle_can_be_reset_and_sleep(serve
 
 
 def _ours_bytes() -> int:
-    """What this package's lines have allocated and still hold. vLLM alone grows by more."""
+    """Bytes that this package's lines have allocated and still hold. vLLM alone grows by more."""
     lines = [tracemalloc.Filter(True, f"*/{name}/*") for name in ("impress", "tiers")]
     found = tracemalloc.take_snapshot().filter_traces(lines).statistics("filename")
     return sum(line.size for line in found)
@@ -388,7 +388,7 @@ def test_aborted_requests_leak_nothing(serve: Serve, request: pytest.FixtureRequ
     assert not served.worker.sparse._by_block
     assert not served.scheduler.connector.scheduler._tracked
     served.store.check()
-    if total >= 1000:  # what the index of what was stored takes, and nothing else
+    if total >= 1000:  # only what the index of what was stored takes
         grown = _ours_bytes() - held
         print(f"impress holds {grown / MIB:.1f} MiB more after {total - total // 3} requests")
         assert grown < 16 * MIB

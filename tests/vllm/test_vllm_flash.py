@@ -1,6 +1,6 @@
 """vLLM's FlashAttention with our backend over it: whole engines on the CPU, kernels in torch.
 
-A device is what is missing, and with it streams and graphs: tests/vllm/test_vllm_gpu.py has those.
+Only a device is missing, and with it streams and graphs: tests/vllm/test_vllm_gpu.py tests those.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_exact_and_whole_sparse_answers_are_plain_ones(
 def test_a_mixed_batch_answers_as_over_the_cpus_own_kernel(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two kernels, two block layouts, one store: the same rows are chosen and the same said."""
+    """Two kernels, two block layouts, one store: the same rows are chosen and the same reported."""
     policies = [ROUGH if i % 2 else None for i in range(6)]
     answers = []
     for flash in (False, True):
@@ -105,11 +105,11 @@ def test_full_graphs_are_refused_with_the_setting_to_change() -> None:
 
 
 def test_a_runner_that_goes_on_behind_lost_rows_is_refused_with_the_setting_to_change() -> None:
-    """vLLM's V2, its choice on CUDA. Once it takes the tokens back on the device, too, this fails
-    and it can be served."""
+    """vLLM's V2 runner is its choice on CUDA. Once it takes the tokens back on the device, too,
+    this test fails and the runner can be served."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    staged: list[tuple[int, int]] = []  # for the device, whose number the next step begins at
+    staged: list[tuple[int, int]] = []  # for the device, from whose number the next step begins
     device = SimpleNamespace(stage_write_elem=lambda *write: staged.append(write))
     states = SimpleNamespace(
         req_id_to_index={"r": 0}, num_computed_tokens=device, num_computed_tokens_np=np.array([64]),
@@ -139,11 +139,11 @@ def test_attention_that_has_no_bridge_is_refused_with_the_setting_to_change() ->
 def test_blocks_not_of_the_schedulers_size_are_refused_with_the_setting_to_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM may split a block for a kernel: rows went by the scheduler's block ids to blocks of
-    other requests."""
+    """vLLM may split a block for a kernel: rows placed by the scheduler's block ids went to blocks
+    of other requests."""
     backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
     layers = {"model.0": SimpleNamespace(attn_backend=backend)}
-    connector: Any = object.__new__(ImpressConnector)  # all of it that the check asks
+    connector: Any = object.__new__(ImpressConnector)  # with only what the check looks at
     group = "impress.engines.vllm.connector.get_kv_transfer_group"
     monkeypatch.setattr(group, lambda: connector)
     connector.worker, connector._store = None, object()
@@ -159,7 +159,7 @@ def test_blocks_not_of_the_schedulers_size_are_refused_with_the_setting_to_chang
     cache = torch.zeros(16, 2, 128, 64)
     with pytest.raises(Unsupported, match=said + "--block-size 128$"):
         connector.register_kv_caches({"model.0": cache})
-    # vLLM hands the next engine of the process what is there: this one would refuse it, too.
+    # vLLM hands the process's next engine the connector that is there: it would refuse again.
     assert connector.worker is None and given_back == [connector]
     layers["model.0"].kv_cache = torch.zeros_like(cache)
     with pytest.raises(Unsupported, match="of one whose start failed earlier in this process"):

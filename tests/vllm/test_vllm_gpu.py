@@ -29,8 +29,8 @@ QUESTIONS = [DOCUMENT + words(20 + i, seed=10 + i) for i in range(8)]
 OPTIONS: dict[str, Any] = {
     "attention_backend": "FLASH_ATTN", "async_scheduling": False, "gpu_memory_utilization": 0.2,
     "extra": {"floor": HALF},
-    # What a connector makes of it; plain's decoding would be in full graphs, which divide the keys
-    # among FlashAttention's blocks otherwise, and so round otherwise.
+    # What a connector makes of it; plain vLLM would decode in full graphs, which divide the keys
+    # among FlashAttention's blocks differently, and so round differently.
     "compilation_config": {"cudagraph_mode": "PIECEWISE"},
 }  # fmt: skip
 GRAPHS = [pytest.param(False, id="graphs"), pytest.param(True, id="eager")]
@@ -38,7 +38,7 @@ GRAPHS = [pytest.param(False, id="graphs"), pytest.param(True, id="eager")]
 
 @pytest.fixture(autouse=True)
 def free() -> Iterator[None]:
-    """An engine's memory goes when nobody names it any more."""
+    """An engine's memory goes when nothing refers to it any more."""
     yield
     gc.collect()
     torch.cuda.empty_cache()
@@ -92,7 +92,7 @@ def test_keeping_everything_is_exact(serve: Serve, model: str, eager: bool) -> N
 
 
 def test_sparse_and_exact_requests_share_a_batch(serve: Serve) -> None:
-    """Kernels may round otherwise in another batch: compared with the same batch again."""
+    """Kernels may round differently in another batch: compared with the same batch again."""
     served = _stored(serve, "llama", enforce_eager=False)
     policies = [HALF if i % 2 else None for i in range(8)]
     mixed = served.ask_each(QUESTIONS, 100, policies)
@@ -106,7 +106,7 @@ def test_sparse_and_exact_requests_share_a_batch(serve: Serve) -> None:
 
 
 def test_what_was_stored_is_what_the_device_computed(serve: Serve) -> None:
-    """Blocks are read behind the step that fills them, while the next ones run."""
+    """Blocks are read after the step that fills them, while the next steps run."""
     served = serve("llama", "bfloat16", **OPTIONS, enforce_eager=False)
     prompts = [words(460, seed=100 + i) for i in range(20)]  # both caches hold 448 tokens of each
     for prompt in prompts:

@@ -54,7 +54,7 @@ def _image(name: str, offset: int, length: int) -> Any:
 
 
 def test_a_plain_prompt_has_no_extras_and_is_asked_about_once() -> None:
-    """Each of its blocks was, two or three times a request, while vLLM scheduled."""
+    """Each of its blocks was asked about, two or three times a request, while vLLM scheduled."""
     calls, vllms = [], vllm_keys_of()
 
     def keys_of(request: Any, *at: int) -> Any:
@@ -67,9 +67,9 @@ def test_a_plain_prompt_has_no_extras_and_is_asked_about_once() -> None:
 
 @pytest.mark.parametrize("name", ["0-image-0", "my-picture", "5f" * 32])
 def test_a_request_with_images_stays_out_of_the_store(name: str) -> None:
-    """vLLM names an image by a count of this process when it hashes none, and by whatever the
+    """vLLM names an image by a count within this process when it hashes none, and by whatever the
     client says: another image's KV was found under such a name, by another server or a day later.
-    One that looks like a digest may be the client's word too."""
+    A name that looks like a digest may be the client's word, too."""
     request = _request(mm_features=[_image(name, 130, 200)])
     with pytest.raises(Unsupported, match="images have no name that lasts"):
         extras_of(request, 400, 128, vllm_keys_of(), Adapters())
@@ -88,8 +88,8 @@ def test_prompt_embeddings_are_named_by_their_digest() -> None:
 
 
 def test_prompt_embeddings_are_named_by_what_vllm_computes_with_them(serve: Serve) -> None:
-    """vLLM's key has their bytes alone. A vector of zeros had the name of token 0 in a prompt that
-    mixes both, and float16 that of the bfloat16 with the same bits: one was answered from the
+    """vLLM's key covers their bytes alone. A vector of zeros had the name of token 0 in a prompt
+    that mixes both, and float16 that of the bfloat16 with the same bits: one was answered from the
     other's KV."""
     import torch
 
@@ -114,8 +114,8 @@ def test_prompt_embeddings_are_named_by_what_vllm_computes_with_them(serve: Serv
 
 
 def test_what_vllms_own_cache_takes_for_the_same_embeddings_is_not_stored(serve: Serve) -> None:
-    """It goes by their bytes alone: the blocks of zeros were given to a prompt of tokens 0, and
-    stored as that one's own."""
+    """That cache goes by their bytes alone: the blocks of zeros were given to a prompt of tokens 0,
+    and stored as that prompt's own."""
     import torch
 
     zeros = torch.randn(300, 128)
@@ -140,8 +140,8 @@ def test_what_vllms_own_cache_takes_for_the_same_embeddings_is_not_stored(serve:
 def test_files_that_say_how_weights_are_quantized_are_in_the_name(
     models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    """vLLM reads them where the config says nothing: what was wrong in one was put right, and old
-    prefixes were answered from what it had made."""
+    """vLLM reads them where the config says nothing: after an error in one was put right, old
+    prefixes were answered from KV made with the error."""
     import shutil
 
     from vllm.config import KernelConfig, LoadConfig, ModelConfig
@@ -214,7 +214,7 @@ def test_an_adapter_beside_a_models_weights_is_named_by_its_own(
     tmp_path: Path, beside: str
 ) -> None:
     """A merged model in its folder was taken for it: two adapters had one name, and one that was
-    trained on found the KV of what it had been."""
+    trained further found the KV of the adapter it had been."""
     import torch
     from safetensors.torch import save_file
 
@@ -249,7 +249,7 @@ def test_every_file_that_vllm_may_load_of_an_adapter_counts(tmp_path: Path, kind
 def test_an_adapter_that_tensorizer_loads_is_not_named_by_files_nobody_reads(
     tmp_path: Path,
 ) -> None:
-    """vLLM takes settings and weights of it from another folder: it had the name of the adapter in
+    """vLLM takes its settings and weights from another folder: it had the name of the adapter in
     `lora_path`, and that one found its KV."""
     adapters, request = Adapters(), _adapter_in(tmp_path / "a", 1, 2)
     request.lora_request.tensorizer_config_dict = {"tensorizer_dir": str(tmp_path / "b")}
@@ -260,7 +260,7 @@ def test_an_adapter_that_tensorizer_loads_is_not_named_by_files_nobody_reads(
 def test_an_adapter_whose_files_change_is_not_reused_until_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM goes on with what it loaded: its KV was stored under the name of the new files, where
+    """vLLM goes on with the adapter it loaded: KV was stored under the name of the new files, where
     the next server found it. Files that come back name nothing: vLLM may have loaded in between."""
     adapters = Adapters()
     first = _adapter_key(_adapter_in(tmp_path / "a", 1), adapters)
@@ -380,7 +380,7 @@ def test_a_reset_forgets_what_was_stored(serve: Serve) -> None:
 
 
 def _told(served: Served) -> tuple[list[Any], Callable[[], list[Any]]]:
-    """A list that fills with the events vLLM takes, and what takes them."""
+    """A list that fills with the events vLLM takes, and the call that takes them."""
     events = served.scheduler.connector.scheduler._events
     told: list[Any] = []
     take = events.take
@@ -414,8 +414,8 @@ def test_hits_show_in_the_counters_and_events(serve: Serve) -> None:
 
 
 def test_what_is_told_of_a_block_is_what_vllm_tells_of_it(serve: Serve) -> None:
-    """Its extra keys were left out: who makes keys of tokens, salt and embeddings, as routers do,
-    took what one salt had stored for everybody's, and prompt embeddings for zeros."""
+    """Its extra keys were left out: routers, which make keys of tokens, salt and embeddings, took
+    blocks stored under one salt for everybody's, and prompt embeddings for zeros."""
     import torch
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import BlockStored
@@ -447,7 +447,7 @@ def test_what_is_told_of_a_block_is_what_vllm_tells_of_it(serve: Serve) -> None:
 
 
 def test_every_tier_that_gives_rows_is_counted(serve: Serve) -> None:
-    """What came from HBM was in the answer, and in no counter."""
+    """Rows from HBM were in the answer, but in no counter."""
     tiers = {"dram_bytes": 4 * MIB, "hbm_bytes": 4 * MIB, "hbm_device": "cpu"}
     served = serve(extra={"config": {**SMALL, **tiers}})
     before = {m.name: m.value for m in served.llm.get_metrics() if hasattr(m, "value")}
@@ -465,7 +465,7 @@ def test_every_tier_that_gives_rows_is_counted(serve: Serve) -> None:
 
 
 def _expecting(*lengths: int) -> Events:
-    """Events of a request "r" whose prompt, or answer too, of so many tokens is on its way."""
+    """Events of a request "r" whose prompt, or answer too, of so many tokens is under way."""
     events = Events(enabled=True, block_size=16)
     for n in lengths:
         request = _request(request_id="r", block_hashes=[bytes([i]) * 32 for i in range(n // 16)])
@@ -481,8 +481,8 @@ def _expecting(*lengths: int) -> Events:
 def test_an_answer_that_ends_before_its_prompt_is_stored_is_told_as_well(
     lengths: tuple[int, ...], ready: tuple[int, ...]
 ) -> None:
-    """What was expected of the prompt gave way to the answer's, and went with the prompt: of the
-    answer nobody heard."""
+    """What was expected of the answer replaced what was expected of the prompt, and went with it:
+    nobody heard of the answer."""
     events = _expecting(*lengths)
     for n_tokens in ready:
         events.stored("r", n_tokens)
@@ -490,7 +490,7 @@ def test_an_answer_that_ends_before_its_prompt_is_stored_is_told_as_well(
     assert [len(event.block_hashes) for event in told] == [n // 16 for n in ready]
     assert [event.token_ids for event in told] == [list(range(n)) for n in ready]
     events.stored("r", max(lengths))
-    assert not events.take()  # and is kept no longer
+    assert not events.take()  # it is kept no longer
 
 
 def test_what_becomes_ready_after_a_reset_is_not_told() -> None:
@@ -573,7 +573,7 @@ def test_a_request_may_be_stricter_than_the_floor_never_looser() -> None:
     assert at_least(Quality(0.1, per="head"), Quality(0.1))
     assert not at_least(Quality(0.2), Quality(0.1))
     assert not at_least(Quality(0.1, max_bytes=1 << 20), Quality(0.1))
-    # Where the floor's cap leaves no room for rows all are loaded, and a larger one may have room.
+    # Where the floor's cap leaves no room for rows, all are loaded; a larger cap may have room.
     assert not at_least(Quality(0.1), Quality(0.1, max_bytes=1 << 20))
     assert not at_least(Quality(0.1, max_bytes=2 << 20), Quality(0.1, max_bytes=1 << 20))
     capped = Quality(0.1, max_bytes=1 << 20)
@@ -612,7 +612,7 @@ def test_what_cannot_be_served_is_refused_at_start(
 def test_a_role_that_only_reads_or_only_stores_is_refused(
     models: dict[str, Path], role: str
 ) -> None:
-    """It was passed over: a server started as kv_consumer kept every prompt on the disk."""
+    """The role was ignored: a server started as kv_consumer kept every prompt on the disk."""
 
     def change(config: Any) -> None:
         config.kv_transfer_config.kv_role = role
@@ -622,9 +622,9 @@ def test_a_role_that_only_reads_or_only_stores_is_refused(
 
 
 def test_a_connector_beside_impress_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    """Under vLLM's MultiConnector rows that another connector had failed to load were stored: vLLM
-    tells load errors once the step is over, and each connector knows its own alone. The next
-    request with that prompt answered from what had lain in those blocks."""
+    """Under vLLM's MultiConnector, rows that another connector had failed to load were stored: vLLM
+    tells load errors once the step is over, and each connector knows only its own. The next
+    request with that prompt was answered from what had lain in those blocks."""
     from vllm import LLM
     from vllm.distributed.kv_transfer import kv_transfer_state
 
@@ -651,8 +651,8 @@ def test_a_connector_beside_impress_is_refused(models: dict[str, Path], tmp_path
 def test_a_second_engine_of_a_process_is_refused_and_the_first_serves_on(
     serve: Serve, models: dict[str, Path], tmp_path: Path, second: str
 ) -> None:
-    """vLLM gives every engine of a process the first one's connector: what the second computed was
-    stored as the first one's, which answered from it, and the other way round."""
+    """vLLM gives every engine of a process the first one's connector: KV that the second computed
+    was stored as the first one's, which answered from it, and the other way round."""
     from tests.vllm.served import Served
 
     first = serve()
@@ -678,8 +678,8 @@ def test_a_name_that_another_hub_serves_is_refused(monkeypatch: pytest.MonkeyPat
 def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quantized(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two servers on one directory found each other's KV though one computed it with a config of
-    another place, or with weights that it quantized otherwise."""
+    """Two servers on one directory found each other's KV though one computed it with a config from
+    elsewhere, or with weights that it quantized differently."""
     import torch
     from vllm.config import KernelConfig, LoadConfig, ModelConfig
 
@@ -736,7 +736,7 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
             named(cross_engine=True)
         patch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
         assert named() == plain and named(dtype=torch.bfloat16) == half
-    with monkeypatch.context() as patch:  # oneDNN's own, of which torch knows nothing
+    with monkeypatch.context() as patch:  # oneDNN's own setting, unknown to torch
         patch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
         assert named() != plain and named(dtype=torch.bfloat16) == half
         patch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "strict")
@@ -797,7 +797,7 @@ def test_what_is_not_served_is_refused_at_start(
 def test_the_namespace_tells_transformers_code_inside_vllm_from_vllms_own(
     models: dict[str, Path],
 ) -> None:
-    """--model-impl transformers rounds otherwise: its rows were exact hits of vLLM's own class."""
+    """--model-impl transformers rounds otherwise: its rows were exact hits for vLLM's own class."""
     from vllm.config import LoadConfig, ModelConfig
 
     def named(impl: str, *, cross_engine: bool = False, **changed: Any) -> bytes:
@@ -813,7 +813,7 @@ def test_the_namespace_tells_transformers_code_inside_vllm_from_vllms_own(
     assert named("auto") == named("vllm") != named("transformers")
     assert named("vllm", cross_engine=True) == named("transformers", cross_engine=True)
     code = {"trust_remote_code": True, "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}
-    assert named("vllm", **code) == named("vllm")  # it is not run
+    assert named("vllm", **code) == named("vllm")  # the remote code is not run
     with pytest.raises(Unsupported, match="drop --trust-remote-code"):
         named("transformers", **code)
 
@@ -821,8 +821,8 @@ def test_the_namespace_tells_transformers_code_inside_vllm_from_vllms_own(
 def test_files_that_are_replaced_while_vllm_loads_them_refuse_the_start(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connector names the model by its files once the weights are loaded: the old ones' KV got
-    the new ones' name, and the next server took it for its own."""
+    """The connector names the model by its files once the weights are loaded: the old weights' KV
+    got the new files' name, and the next server took it for its own."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     model = tmp_path / "model"
@@ -848,14 +848,14 @@ def test_files_that_are_replaced_while_vllm_loads_them_refuse_the_start(
 def test_a_start_without_the_plug_in_says_that_replaced_files_go_unnoticed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing looks at the files before they are loaded where VLLM_PLUGINS leaves impress out. The
+    """Where VLLM_PLUGINS leaves impress out, nothing looks at the files before they are loaded. The
     documents said that the start is refused."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     def said() -> list[str]:
         caplog.clear()
-        selector._cached_get_attn_backend.cache_clear()  # vLLM chooses once a process
+        selector._cached_get_attn_backend.cache_clear()  # vLLM chooses once per process
         with caplog.at_level("WARNING", "impress"):
             serve().close()
         lines = [record.getMessage() for record in caplog.records if record.name == "impress"]
@@ -875,7 +875,7 @@ def test_a_start_without_the_plug_in_says_that_replaced_files_go_unnoticed(
     "kind", ["tensor", "pipeline", "data", "prefill_context", "decode_context"]
 )
 def test_more_than_one_worker_is_refused(models: dict[str, Path], kind: str) -> None:
-    """With context parallelism each worker holds a part of the rows: it was not refused."""
+    """With context parallelism each worker holds a part of the rows, but it was not refused."""
 
     def change(config: Any) -> None:
         setattr(config.parallel_config, f"{kind}_parallel_size", 2)
@@ -886,7 +886,7 @@ def test_more_than_one_worker_is_refused(models: dict[str, Path], kind: str) -> 
 
 
 def test_a_class_put_in_the_place_of_the_models_is_refused(models: dict[str, Path]) -> None:
-    """Its rows were stored under the name of vLLM's own class over the same weights."""
+    """The other class's rows were stored under the name of vLLM's own over the same weights."""
 
     def change(config: Any) -> None:
         config.model_config.model_class_overrides = {"OPTForCausalLM": "mine:OPTForCausalLM"}
@@ -899,8 +899,8 @@ def test_ids_that_may_come_again_are_refused_where_requests_are_stored(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM keeps a finished request until its blocks have been read, and asserts that no other
-    comes with its id: whoever sent one with the id of his last ended the server."""
-    envs.disable_envs_cache()  # of an engine that ran before
+    comes with its id: a client that reused the id of its last request ended the server."""
+    envs.disable_envs_cache()  # left by an engine that ran before
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     with pytest.raises(Unsupported, match=r"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION .*: unset it"):
         _served(models["opt"])
@@ -912,8 +912,8 @@ def test_ids_that_may_come_again_are_refused_where_requests_are_stored(
 def test_weights_that_vllm_may_pass_over_are_refused(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A directory was named by model.safetensors, and vLLM loaded consolidated.safetensors beside
-    it: what was trained on found the KV of what it had been."""
+    """A directory was named by model.safetensors, but vLLM loaded consolidated.safetensors beside
+    it: a model that was trained further found the KV of the one it had been."""
     import shutil
 
     def copy(name: str, *files: str) -> Path:
@@ -935,7 +935,7 @@ def test_weights_that_vllm_may_pass_over_are_refused(
     (sharded / "model.safetensors.index.json").write_text(index)
     _served(sharded, load_format="hf")  # what the index does not name is not loaded
     with pytest.raises(Unsupported, match=r"consolidated-1\.safetensors beside"):
-        _served(sharded, load_format="runai_streamer")  # but by this
+        _served(sharded, load_format="runai_streamer")  # but this loads it
     with pytest.raises(Unsupported, match=r"consolidated-1\.safetensors beside"):
         _served(sharded)
     old = copy("old")
@@ -966,7 +966,7 @@ def test_weights_that_vllm_may_pass_over_are_refused(
 def test_mistrals_own_files_are_refused_by_a_line_to_act_on(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """vLLM takes params.json then, and all that was said is that model type 'transformer' is not
+    """vLLM takes params.json then, and the error said only that model type 'transformer' is not
     supported."""
     model = tmp_path / "model"
     shutil.copytree(models["llama"], model)

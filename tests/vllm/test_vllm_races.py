@@ -1,4 +1,4 @@
-"""What ends or is reset at a bad moment: nothing false is stored, or found in vLLM's own cache."""
+"""Ends and resets at a bad moment: nothing false is stored, or found in vLLM's own cache."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PROMPT = words(300, seed=3)
 
 @contextmanager
 def held_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Meanwhile the saver begins nothing."""
+    """The saver begins nothing while this lasts."""
     go, begin = threading.Event(), served.worker.saver._begin
 
     def stuck(*args: Any) -> Any:
@@ -72,8 +72,8 @@ def held_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def test_a_reset_leaves_blocks_alone_that_are_still_to_be_stored(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that a reset met gave its blocks back while the saver had yet to read them: what
-    the next request wrote there was stored under the first one's name."""
+    """A request hit by a reset gave its blocks back while the saver had yet to read them: what the
+    next request wrote there was stored under the first one's name."""
     served = serve()
     engine = served.llm.llm_engine
     with held_back(served, monkeypatch):
@@ -91,8 +91,8 @@ def test_a_reset_leaves_blocks_alone_that_are_still_to_be_stored(
 def test_requests_that_ended_give_their_blocks_up_where_running_ones_are_preempted(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They kept them until a slow disk had taken their rows, and running requests were preempted
-    over and over for want of blocks that nobody needed."""
+    """They kept their blocks until a slow disk had taken the rows, and running requests were
+    preempted over and over for want of blocks that nobody needed."""
     few = {"num_gpu_blocks_override": 10, "max_model_len": 1024}
     prompts = [words(240, seed=40 + i) for i in range(4)]
     plain = serve(store=False, **few)
@@ -115,8 +115,8 @@ def test_requests_that_ended_give_their_blocks_up_where_running_ones_are_preempt
 def test_a_pause_is_not_over_while_blocks_are_still_to_be_read(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pause that keeps what runs was over at once. `sleep` then unmaps the KV cache on CUDA,
-    where the saver had yet to read it. (As docs/VLLM.md says of engines in this process.)"""
+    """A pause that keeps running requests was over at once. `sleep` then unmaps the KV cache on
+    CUDA, which the saver had yet to read. (docs/VLLM.md says it for engines in this process.)"""
     served = serve()
     engine, scheduler = served.llm.llm_engine, served.scheduler
     with held_back(served, monkeypatch):
@@ -154,7 +154,7 @@ def test_a_pause_forgets_what_is_stored_unless_it_is_told_not_to(
 
 
 def test_a_reset_in_a_pause_that_keeps_requests_must_take_their_blocks(serve: Serve) -> None:
-    """docs/VLLM.md said of it to repeat it until it succeeds, which it never did."""
+    """docs/VLLM.md said to repeat such a reset until it succeeds, which it never did."""
     served = serve()
     engine, core = served.llm.llm_engine, served.core
     engine.add_request("kept", {"prompt_token_ids": PROMPT}, params(5))
@@ -169,7 +169,7 @@ def test_a_reset_in_a_pause_that_keeps_requests_must_take_their_blocks(serve: Se
     while engine.has_unfinished_requests():
         engine.step()
     (answer,) = served.ask([PROMPT])
-    assert answer.n_cached == 256  # of what was computed since, in vLLM's own cache
+    assert answer.n_cached == 256  # computed since, in vLLM's own cache
     served.settle()
     assert served.used_blocks() == 0
 
@@ -192,7 +192,7 @@ def test_a_request_that_is_preempted_and_refused_before_it_ends_is_dropped(serve
 
 
 def _abort_in_the_next_step(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs is aborted when the next step has run, where vLLM looks for aborts."""
+    """Running requests are aborted after the next step has run, where vLLM looks for aborts."""
     core, look = served.core, served.core._process_aborts_queue
 
     def process() -> None:
@@ -218,7 +218,7 @@ def test_an_abort_in_the_step_of_a_lost_load_leaves_nothing_in_vllms_cache(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a request computed on rows that were never read stayed in vLLM's prefix cache when the
-    request was aborted in that very step: later ones with its prompt answered from it."""
+    request was aborted in that very step: later requests with its prompt were answered from it."""
     served = serve()
     served.ask([PROMPT])
     served.forget()
@@ -230,7 +230,7 @@ def test_an_abort_in_the_step_of_a_lost_load_leaves_nothing_in_vllms_cache(
     engine.step()
     engine.abort_request(["cut"])
     assert sum(served.store.stats()["lost"].values()) >= 1
-    served.ask([PROMPT])  # computes the beginning again, which leads to what lies behind it
+    served.ask([PROMPT])  # computes the beginning again, which leads to what follows it
     (again,) = served.ask([longer])
     (alone,) = served.ask([longer], salt="shares nothing")
     assert (again.tokens, again.n_cached) == (alone.tokens, 256)
@@ -294,14 +294,14 @@ def test_a_step_that_is_cut_short_is_the_last_of_which_anything_is_stored(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str, err: BaseException
 ) -> None:
     """vLLM ends a connector's step in a `finally`, and counts its tokens as computed: what the
-    layers behind the error never wrote, zeros or another request's rows, was stored under the
+    layers after the error never wrote, zeros or another request's rows, was stored under the
     prompt's name, and answered from ever after."""
     served = serve(max_num_batched_tokens=128)
     engine = served.llm.llm_engine
     engine.add_request("cut", {"prompt_token_ids": PROMPT}, params(100))
     engine.step()
     _cut_a_step_short(served, monkeypatch, where, err)
-    while engine.has_unfinished_requests():  # it goes on behind the hole
+    while engine.has_unfinished_requests():  # it goes on after the hole
         engine.step()
     served.settle()
     other = words(300, seed=4)
@@ -319,9 +319,9 @@ def test_a_step_that_is_cut_short_is_the_last_of_which_anything_is_stored(
 def test_what_had_ended_before_a_step_that_is_cut_short_gives_its_blocks_back(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str, err: BaseException
 ) -> None:
-    """Its blocks are held until a step says that they were read. That word was lost with the step,
-    or never asked for: the blocks stayed, and the loop in docs/VLLM.md that steps an engine until
-    it is idle never ended."""
+    """Its blocks are held until a step says that they were read. That report was lost with the
+    step, or never asked for: the blocks stayed, and the loop in docs/VLLM.md that steps an engine
+    until it is idle never ended."""
     served = serve()
     engine = served.llm.llm_engine
     engine.add_request("ended", {"prompt_token_ids": PROMPT}, params(1))
@@ -341,9 +341,9 @@ def test_what_had_ended_before_a_step_that_is_cut_short_gives_its_blocks_back(
 def test_what_vllm_was_told_of_and_kept_from_freeing_is_told_again(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """A request counted as freed once a step had said that its blocks were read. An error or
-    Ctrl-C between that and vLLM's freeing them left it in no later step: its blocks stayed, and the
-    engine never became idle."""
+    """A request counted as freed once a step had said that its blocks were read. After an error or
+    Ctrl-C between that and vLLM's freeing them, no later step said it again: the blocks stayed, and
+    the engine never became idle."""
     served = serve()
     engine, scheduler = served.llm.llm_engine, served.scheduler
     engine.add_request("ended", {"prompt_token_ids": PROMPT}, params(1))
@@ -367,7 +367,7 @@ def test_what_vllm_was_told_of_and_kept_from_freeing_is_told_again(
 def test_blocks_that_were_taken_away_in_a_step_that_is_cut_short_are_not_read(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """A step that takes a request's blocks away tells the saver so before it writes there. Cut
+    """A step that takes a request's blocks away tells the saver so before it writes there. When cut
     short before that it never did, and the next step did not say it again: what another request
     wrote was stored under the first one's name, and answered from ever after."""
     served = serve(
@@ -380,7 +380,7 @@ def test_blocks_that_were_taken_away_in_a_step_that_is_cut_short_are_not_read(
         engine.add_request("robbed", {"prompt_token_ids": robbed}, params(100))
         engine.step()
         engine.step()
-        assert served.used_blocks() == 4  # half of the one's prompt is computed, all the other's
+        assert served.used_blocks() == 4  # half of one prompt is computed, all of the other
         at: tuple[Any, str] = (served.worker.sparse, "keep")
         if where == "before the worker":
             at = ImpressConnector, "handle_preemptions"
@@ -400,8 +400,8 @@ def test_blocks_that_were_taken_away_in_a_step_that_is_cut_short_are_not_read(
 def test_a_sparse_request_that_had_ended_before_a_step_that_is_cut_short_is_forgotten(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That it had ended was told once, and lost with the step: who got its first block later was
-    taken for it, and saw rows that were never chosen for him."""
+    """Its end was told once, and lost with the step: the request that got its first block later was
+    taken for it, and saw rows that were never chosen for that request."""
     few: dict[str, Any] = {"num_gpu_blocks_override": 4, "max_model_len": 384}
     prompts = [words(300, seed=60 + i) for i in range(3)]  # each takes all three blocks
     plain = serve(store=False, **few)
@@ -424,9 +424,9 @@ def test_a_sparse_request_that_had_ended_before_a_step_that_is_cut_short_is_forg
 def test_a_lost_load_of_which_vllm_did_not_hear_is_the_last_thing_that_is_stored(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which blocks were not filled is told when a step is over. Where sampling failed behind its
-    layers nobody heard, and the step counted as whole: the next ones computed on those blocks, and
-    that was stored under the prompt's name."""
+    """A step tells which blocks were not filled when it is over. When sampling failed after the
+    layers, nobody heard, and the step counted as whole: the next steps computed on those blocks,
+    and the result was stored under the prompt's name."""
     served = serve(max_num_batched_tokens=128)
     served.ask([PROMPT])
     served.forget()
@@ -468,12 +468,12 @@ def test_what_a_step_loaded_of_which_vllm_did_not_hear_is_computed_instead(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str,
     store_new: bool,
 ) -> None:  # fmt: skip
-    """That it was lost, or cut short with the step, was told to nobody: vLLM found blocks in its
+    """Nobody was told that the load was lost, or cut short with the step: vLLM found blocks in its
     own cache that were never filled, and the request and later ones were answered from them. With
-    "store_new": false the log did not say either that a step was cut short."""
+    "store_new": false the log did not say that a step was cut short, either."""
     extra = {"store_new": store_new}
     served = _stored_before(serve, max_num_batched_tokens=128, extra=extra)
-    if where == "sampling":  # behind the worker's report: the layers had all that there was
+    if where == "sampling":  # after the worker's report: the layers had all that there was
         _damage(served)
     engine, longer = served.llm.llm_engine, PROMPT[:256] + words(300, seed=5)
     engine.add_request("cut", {"prompt_token_ids": longer}, params(5))
@@ -494,8 +494,8 @@ def test_what_a_step_loaded_of_which_vllm_did_not_hear_is_computed_instead(
 def test_an_abort_behind_a_step_of_which_vllm_did_not_hear_leaves_nothing_in_its_cache(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor do the blocks that such a request had computed on what was lost: whoever computes the
-    beginning again would be led to them."""
+    """The blocks that such a request had computed on lost rows must go, too: a request that
+    computes the beginning again would be led to them."""
     served = _stored_before(serve, max_num_batched_tokens=128)
     _damage(served)
     engine, longer = served.llm.llm_engine, PROMPT[:256] + words(300, seed=5)
@@ -503,7 +503,7 @@ def test_an_abort_behind_a_step_of_which_vllm_did_not_hear_leaves_nothing_in_its
     _cut_a_step_short(served, monkeypatch, "sampling", RuntimeError("broken"))
     engine.abort_request(["cut"])
     (begins_alike,) = served.ask([PROMPT])
-    served.ask([PROMPT])  # vLLM has the beginning again, which leads to what lies behind it
+    served.ask([PROMPT])  # vLLM has the beginning again, which leads to what follows it
     (again,) = served.ask([longer])
     alone = [tokens(served.ask([prompt], salt="alone"))[0] for prompt in (PROMPT, longer)]
     assert [begins_alike.tokens, again.tokens] == alone
@@ -517,14 +517,14 @@ def test_what_scheduling_that_was_cut_short_gave_out_is_in_nobodys_answer(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str,
     stored: bool,
 ) -> None:  # fmt: skip
-    """vLLM has a request's blocks in its own cache as it gives them, before they are filled. Where
-    Ctrl-C came then no step was missing, as far as anybody knew: whoever asked for that prompt
-    next was answered from another's rows, and these were stored under its name."""
+    """vLLM puts a request's blocks into its own cache as it gives them out, before they are filled.
+    When Ctrl-C came then, no step was missing as far as anybody knew: the next request for that
+    prompt was answered from another's rows, and these were stored under the prompt's name."""
     before = _stored_before if stored else lambda serve, **given: serve(**given)
     served = before(serve, max_num_batched_tokens=512)
     engine, longer = served.llm.llm_engine, PROMPT[:256] + words(100, seed=5)
     filling = words(300, seed=7)
-    served.ask([filling])  # blocks are not zeros, which are easily right
+    served.ask([filling])  # now blocks are not zeros, which are easily right
     served.forget()
     side = served.scheduler.connector.scheduler
     engine.add_request("cut", {"prompt_token_ids": longer}, params(5))
@@ -551,8 +551,8 @@ def test_what_scheduling_that_was_cut_short_gave_out_is_in_nobodys_answer(
 def test_of_blocks_that_a_running_request_got_in_scheduling_that_was_cut_short_nothing_is_stored(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM's worker never hears of them, and computes into others; what lay in them was stored
-    under the prompt's name, as no plan was missing."""
+    """vLLM's worker never hears of these blocks, and computes into others; what lay in them was
+    stored under the prompt's name, as no plan was missing."""
     served = serve(max_num_batched_tokens=128)
     engine, longer = served.llm.llm_engine, words(500, seed=5)
     served.ask([words(300, seed=7)])
@@ -598,7 +598,7 @@ def test_a_reset_takes_no_stores_from_requests_that_ended(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A request that a reset preempts, and that the next step has no room for, counted as short of
-    blocks: those of requests that had ended were given up, and nothing of them was stored."""
+    blocks: requests that had ended gave theirs up, and nothing of them was stored."""
     served = serve(max_num_batched_tokens=128)
     engine = served.llm.llm_engine
     with held_back(served, monkeypatch):
@@ -608,7 +608,7 @@ def test_a_reset_takes_no_stores_from_requests_that_ended(
             engine.add_request(f"{i}", prompt, params(50))
         for _ in range(12):  # all are at their answers
             engine.step()
-        with suppress(RuntimeError):  # what had ended holds blocks yet
+        with suppress(RuntimeError):  # the ended request still holds blocks
             served.scheduler.reset_prefix_cache(reset_running_requests=True)
         engine.step()  # has no room for all of them
         assert "vLLM is short of the blocks" not in caplog.text
@@ -638,7 +638,7 @@ def test_a_sparse_request_of_whose_step_vllm_did_not_hear_is_computed_densely(
 
 
 def test_too_many_specs_while_blocks_are_read_store_nothing_of_them(tmp_path: Path) -> None:
-    """A life that is dropped because too many specs wait has its blocks given away at once, also
+    """A life that is dropped because too many specs wait has its blocks given away at once, even
     while the thread reads the last of them: what another request wrote there was committed."""
     geometry = Geometry(2, 2, 2, 32, "float32")
     caches = [torch.zeros(4, 2, 32, 64) for _ in range(2)]
@@ -647,7 +647,7 @@ def test_too_many_specs_while_blocks_are_read_store_nothing_of_them(tmp_path: Pa
     spec = SaveSpec("r", "r#0", prompt, 64, [1, 2])
 
     class Overrun:
-        """The layout; while the last layer is read too much comes, and its blocks are another's."""
+        """The layout; as the last layer is read, too many specs come and blocks change hands."""
 
         block_size = 32
 
@@ -674,8 +674,8 @@ def test_too_many_specs_while_blocks_are_read_store_nothing_of_them(tmp_path: Pa
 def test_what_fails_once_does_not_end_the_thread_that_stores(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, err: Exception
 ) -> None:
-    """It ended with anything that this package does not raise itself: nothing was stored any more,
-    and no finished request gave its blocks back."""
+    """Any error that this package does not raise itself ended it: nothing was stored any more, and
+    no finished request gave its blocks back."""
     geometry = Geometry(2, 2, 2, 32, "float32")
     caches = [torch.zeros(6, 2, 32, 64) for _ in range(2)]
     plain = BlockLayout.of(caches[0], _isas()[0])
@@ -719,7 +719,7 @@ class _Zeros:
 def test_no_more_is_read_from_blocks_at_once_than_a_piece_of_a_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was so many rows, however large: of OPT-30B 168 MiB of the device beside vLLM's share."""
+    """A piece was a number of rows, however large: for OPT-30B 168 MiB outside of vLLM's share."""
     geometry, asked = Geometry(1, 2, 2, 32, "float32"), []
 
     class Counting(_Zeros):
@@ -742,7 +742,7 @@ def test_no_more_is_read_from_blocks_at_once_than_a_piece_of_a_layer(
 def test_a_store_that_cannot_be_given_up_does_not_end_the_thread_that_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended, or, where it did not, the prompts that begin alike waited for one that was gone:
+    """The thread ended or, where it did not, prompts that begin alike waited for one that was gone:
     nothing was stored any more, and no finished request gave its blocks back."""
     geometry, layout = Geometry(2, 2, 2, 32, "float32"), _Zeros()
     close, left = Writer.close, [1]
@@ -771,7 +771,7 @@ def test_a_store_that_cannot_be_given_up_does_not_end_the_thread_that_stores(
 def test_an_interrupted_close_of_a_load_releases_its_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Recency | None
 ) -> None:
-    """As it waited for reads: what the lease pinned could not be evicted until its time limit."""
+    """It was waiting for reads: rows that the lease pinned stayed there until its time limit."""
     geometry, rows = Geometry(2, 2, 2, 32, "float32"), [torch.ones(2, 128, 32)] * 2
     prompt = Prompt(np.arange(128, dtype=np.int32), {}, "")
 
@@ -803,7 +803,7 @@ def test_a_saver_without_its_thread_says_so_in_one_line(
 
 
 def _offered(saver: saving.Saver, prompts: list[Prompt], *names: int) -> None:
-    """These prompts, whole, each once the one before is no longer busy."""
+    """Offer these prompts, whole, each once the one before is no longer busy."""
     for i in names:
         n = len(prompts[i].tokens)
         saver.offer(SaveSpec(f"{i}", f"{i}#0", prompts[i], n, [1] * (n // 32)))
@@ -858,8 +858,8 @@ def test_behind_a_write_that_hangs_one_request_waits_and_no_other(
 def test_behind_a_commit_that_hangs_one_request_waits_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A commit holds no write buffers, by which it was judged whether the disk hangs: each prompt
-    that begins like the one being committed waited 10 s for it, with its blocks held."""
+    """Write buffers showed whether the disk hangs, but a commit holds none: each prompt that begins
+    like the one being committed waited 10 s for it, with its blocks held."""
     go, in_vain = threading.Event(), []
     sync, wait = SsdTier.sync, Stored.wait
 
@@ -906,7 +906,7 @@ def test_behind_a_commit_that_hangs_one_request_waits_and_no_other(
 def test_behind_space_that_is_never_made_nobody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
-    """A new segment is made on the disk, and a full store evicts behind a commit: where that hung,
+    """A new segment is made on the disk, and a full store evicts after a commit: when that hung,
     every request that had ended kept its blocks, vLLM had none left for another, and its shutdown
     did not end."""
     go = threading.Event()
@@ -990,7 +990,7 @@ def test_what_comes_while_the_disk_hangs_leaves_nothing_behind(
 def test_loads_behind_one_whose_end_was_cut_off_are_ended_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
-    """They were on no list by then: their rows could not be evicted until their time limit."""
+    """They were no longer on any list: their rows could not be evicted until their time limit."""
     geometry, rows = Geometry(2, 2, 2, 32, "float32"), [torch.ones(2, 128, 32)] * 2
     closes, close = iter(range(9)), Session.close
 
@@ -1047,9 +1047,9 @@ def test_a_request_with_the_id_of_one_that_ended_is_stored_under_its_own_name(
 
 
 def test_the_answers_of_one_request_are_one_use_of_its_prompt(tmp_path: Path) -> None:
-    """With "admit": "second". vLLM makes a request of each of them: the second one's counted as a
-    second use, and of a prompt that never came again everything was stored. Later on
-    what answers begin with alike, behind the prompt, was."""
+    """With "admit": "second". vLLM makes a request of each answer: the second one's counted as a
+    second use, and all of a prompt that never came again was stored. Later on, the tokens after
+    the prompt that answers have in common were stored."""
     asked, short, long, other = (
         np.arange(at, at + n, dtype=np.int32)
         for at, n in ((0, 128), (200, 64), (400, 128), (600, 64))
@@ -1062,7 +1062,7 @@ def test_the_answers_of_one_request_are_one_use_of_its_prompt(tmp_path: Path) ->
         saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
 
         def stored(name: str, prompt: Any, *answer: Any) -> int:
-            """Of a request's prompt, or of that and its answer."""
+            """How much is stored of a request's prompt, or of that and its answer."""
             tokens = np.concatenate([prompt, *answer])
             blocks = [1] * (len(tokens) // 32)
             saver.offer(SaveSpec(name, f"{name}#0", Prompt(tokens, {}, ""), len(tokens), blocks))
@@ -1072,13 +1072,13 @@ def test_the_answers_of_one_request_are_one_use_of_its_prompt(tmp_path: Path) ->
         assert [stored("0_a", asked), stored("1_a", asked)] == [0, 0]
         assert [stored("0_a", asked, short), stored("1_a", asked, long)] == [0, 0]
         assert [stored("0_b", asked), stored("1_b", asked)] == [128, 128]
-        # An answer is as new as it is, whatever was had of its prompt and of the others.
+        # An answer is as new as it is, whatever was seen of its prompt and of other answers.
         assert [stored("0_b", asked, other), stored("1_b", asked, short)] == [128, 192]
-        # Whichever answer is gone on from was had before.
+        # Whichever answer a request goes on from was seen before.
         assert stored("0_c", np.concatenate([asked, long])) == 256
         assert stored("d", np.concatenate([asked, other])) == 192
-        # What answers begin with alike was had once: behind no whole window, and behind some that
-        # are stored. It is when another request has it.
+        # The beginning that answers share was seen once: after no whole window, and after some
+        # that are stored. It is stored when another request has it.
         alike, one, two = (np.arange(at, at + 128, dtype=np.int32) for at in (1000, 1200, 1400))
         assert [stored("0_e", alike), stored("1_e", alike)] == [0, 0]
         assert [stored("0_f", asked, one), stored("1_f", asked, one)] == [128, 128]
@@ -1091,8 +1091,8 @@ def test_the_answers_of_one_request_are_one_use_of_its_prompt(tmp_path: Path) ->
 def test_an_answer_is_no_second_use_however_many_requests_come_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With "admit": "second". What a request had noted was forgotten once so many others had come:
-    its own answer, where that took long, was its prompt's second use, and all of it was stored."""
+    """With "admit": "second". A request's note was forgotten after a number of other requests: if
+    its own answer took long, that was its prompt's second use, and all of it was stored."""
     monkeypatch.setattr(uses, "_MOST_NOTED", 2)
     config = Config(**{**SMALL, "admit": "second"})
     a, b, c, d, answer = (np.arange(at, at + 128, dtype=np.int32) for at in range(0, 1000, 200))
@@ -1121,8 +1121,8 @@ def test_an_answer_is_no_second_use_however_many_requests_come_before_it(
 def test_what_is_not_stored_is_counted_and_each_reason_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Prompts that waited in too long a line, and stores that were refused, showed nowhere: a
-    server whose store was full looked like one whose prompts never came again."""
+    """Prompts that waited in too long a queue, and refused stores, showed up nowhere: a server
+    whose store was full looked like one whose prompts never came again."""
     layout: Any = _Zeros()
     caches = {name: torch.empty(0) for name in ("one", "two")}
     config = Config(**SMALL, daily_write_bytes=1)
@@ -1133,7 +1133,7 @@ def test_what_is_not_stored_is_counted_and_each_reason_said_once(
         assert worker.saver is not None
 
         def counted(first: int) -> dict[str, int]:
-            """Of three prompts more, as vLLM hears it."""
+            """The counts for three more prompts, as vLLM hears them."""
             assert worker.saver is not None
             for at in range(first, first + 3):
                 prompt = Prompt(np.arange(at, at + 128, dtype=np.int32), {}, "")
@@ -1154,7 +1154,7 @@ def test_what_is_not_stored_is_counted_and_each_reason_said_once(
 
 
 def test_bytes_out_of_anothers_read_are_counted_apart(tmp_path: Path) -> None:
-    """A server's bytes "read from the SSD" were many times what it read where requests came at
+    """A server's bytes "read from the SSD" were many times what it read when requests came at
     once."""
     layout: Any = _Zeros()
     caches = {name: torch.empty(0) for name in ("one", "two")}
@@ -1174,8 +1174,8 @@ def test_bytes_out_of_anothers_read_are_counted_apart(tmp_path: Path) -> None:
 def test_what_a_plan_has_stored_of_a_request_whose_blocks_it_wants_is_given_up(
     tmp_path: Path,
 ) -> None:
-    """It was told before it was offered: an answer that ended just before vLLM preempted, its
-    prompt long stored, held its blocks until the disk had them, with nobody left to preempt."""
+    """The saver was told before it was offered: an answer that ended just before vLLM preempted,
+    its prompt long stored, held its blocks until the disk had them, with nobody left to preempt."""
     layout: Any = _Zeros()
     caches = {name: torch.empty(0) for name in ("one", "two")}
     with PrefixStore.open(
@@ -1200,7 +1200,7 @@ def test_what_a_plan_has_stored_of_a_request_whose_blocks_it_wants_is_given_up(
 
 def test_a_window_that_a_step_only_began_holds_no_write_buffer(tmp_path: Path) -> None:
     """Half a window held a buffer in each layer until the request's next step, and the thread that
-    should have stored that waited for buffers: prompts that were prefilled in chunks were not
+    should have stored that step waited for buffers: prompts that were prefilled in chunks were not
     stored, and the log blamed the disk."""
     geometry = Geometry(24, 2, 2, 32, "float32")  # 32 KiB a window: two prompts' are too many
     prompts = [Prompt(np.arange(at, at + 256, dtype=np.int32), {}, "") for at in range(2)]
@@ -1231,8 +1231,8 @@ def _is_read(saver: saving.Saver, name: str) -> bool:
 def test_a_prompt_whose_next_chunk_does_not_come_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that begins like one in mid-prefill waited for the other's last chunk. In a pause
-    none comes: its blocks stayed held, and vLLM's pause with mode keep never returned."""
+    """A prompt that begins like one in mid-prefill waited for that one's last chunk. In a pause
+    none comes: the prompt's blocks stayed held, and vLLM's pause with mode keep never returned."""
     monkeypatch.setattr(saving, "_EARLIER_WAIT_S", 0.01)
     shared, rest = np.arange(64), np.arange(192)
     a, b = (
@@ -1311,8 +1311,8 @@ atexit.register(go.set)
 def test_a_program_that_ends_without_shutdown_stores_what_it_computed_and_says_nothing(
     serve: Serve, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Each ended in a traceback, as vLLM shuts down after the store was closed; what waited to be
-    stored was lost, as the store was closed under it."""
+    """Every such program ended in a traceback, as vLLM shuts down after the store was closed; rows
+    that waited to be stored were lost, as the store was closed under them."""
     command = [sys.executable, "-c", _ENDS_WITHOUT_SHUTDOWN, models["opt"], tmp_path / "store"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ N_TOKENS = 300
 
 
 def _side(*, mixes_adapters: bool = False) -> SchedulerSide:
-    """Of a store that holds the whole windows of every prompt; a request has three blocks."""
+    """The side of a store that holds the whole windows of every prompt; a request has 3 blocks."""
     view: Any = SimpleNamespace(lookup=lambda tokens, *names: len(tokens) // 64 * 64, current=True)
     served: Any = SimpleNamespace(block_size=128, lora="", mixes_adapters=mixes_adapters)
     events = Events(enabled=False, block_size=128)
@@ -35,7 +35,7 @@ def _side(*, mixes_adapters: bool = False) -> SchedulerSide:
 
 
 def _arrives(side: SchedulerSide, n_tokens: int = N_TOKENS, **given: Any) -> Any:
-    """A request of so many tokens that has come."""
+    """A request of `n_tokens` tokens that has arrived."""
     request = _request(
         request_id="r", kv_transfer_params=None, resumable=False, pooling_params=None,
         num_tokens=n_tokens, num_prompt_tokens=n_tokens, all_token_ids=list(range(n_tokens)),
@@ -47,7 +47,7 @@ def _arrives(side: SchedulerSide, n_tokens: int = N_TOKENS, **given: Any) -> Any
 
 
 def _step(side: SchedulerSide, request: Any, hit: int) -> StepPlan:
-    """The plan of the step in which a request's prompt is computed but for a hit."""
+    """The plan of the step that computes a request's prompt, except for a hit."""
     side.allocated(request, hit)
     n_new = request.num_tokens - hit
     request.num_computed_tokens = hit
@@ -55,7 +55,7 @@ def _step(side: SchedulerSide, request: Any, hit: int) -> StepPlan:
 
 
 def _scheduled(n_new: dict[str, int], **new_blocks: list[int]) -> Any:
-    """What vLLM has scheduled; `new_blocks`: of requests that run."""
+    """What vLLM has scheduled; `new_blocks` are those of running requests."""
     running = SimpleNamespace(
         req_ids=[*new_blocks], new_block_ids=[(ids,) for ids in new_blocks.values()],
         resumed_req_ids=set(),
@@ -70,8 +70,8 @@ def _scheduled(n_new: dict[str, int], **new_blocks: list[int]) -> Any:
 def test_an_adapter_saved_again_while_its_request_waits_for_room_is_a_miss(
     tmp_path: Path, n_tokens: int
 ) -> None:
-    """The step that had room for the request asked for its keys anew, and what was raised there
-    ended the server. Of whole windows it did not ask: vLLM loaded the new adapter, and its KV was
+    """The step that had room for the request asked for its keys again, and what was raised there
+    ended the server. For whole windows it did not ask: vLLM loaded the new adapter, and its KV was
     stored under the old one's name."""
     side = _side()
     adapter = _adapter_in(tmp_path / "a", 1).lora_request
@@ -98,13 +98,13 @@ def test_an_adapter_saved_again_in_a_requests_own_step_ends_nothing(tmp_path: Pa
 
 
 def test_blocks_of_a_prompt_that_was_lost_as_it_was_handed_over_are_held_to_its_end() -> None:
-    """The step that computed them was cut short, and the next took its rows back: nothing of the
-    request counted as handed over then, an abort freed its blocks, and another's rows in them were
-    stored under its name."""
+    """The step that computed them was cut short, and the next took its rows back: then nothing of
+    the request counted as handed over, an abort freed its blocks, and another request's rows in
+    them were stored under its name."""
     side = _side()
     request = _arrives(side, 320)
     assert side.matched(request, 0) == 256
-    side._tracked["r"].n_stored = 0  # what it was told of is stored no more
+    side._tracked["r"].n_stored = 0  # what it was told of is no longer stored
     assert _step(side, request, 256).saves
     side.hear(StepReport(), [1])
     assert (request.num_computed_tokens, side._tracked["r"].n_saved) == (0, 0)
@@ -112,9 +112,9 @@ def test_blocks_of_a_prompt_that_was_lost_as_it_was_handed_over_are_held_to_its_
 
 
 def test_a_sparse_life_is_not_found_by_the_lives_after_it() -> None:
-    """Preempted, a request that got chosen rows was admitted without a load, as the store had lost
-    its prefix, and kept the names of the blocks before: preempted again it built on rows that were
-    computed on chosen ones, and they were stored as exact."""
+    """After a preemption a request that had got chosen rows was admitted without a load, as the
+    store had lost its prefix, and kept the names of its earlier blocks: preempted again, it built
+    on rows that were computed on chosen ones, and they were stored as exact."""
     import torch
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
@@ -142,7 +142,7 @@ def test_a_sparse_life_is_not_found_by_the_lives_after_it() -> None:
     assert side._tracked["r"].private
 
     def lives() -> tuple[int, list[int]]:
-        """It is admitted, decodes and is preempted: what it found of its own, and its blocks."""
+        """Admits it, decodes, preempts it; returns (what it found of its own, its blocks)."""
         blocks, n_local, _ = manager.get_computed_blocks(request)
         n = side.matched(request, n_local)
         n_new = request.num_tokens - n_local - n
@@ -173,8 +173,8 @@ def test_a_sparse_life_is_not_found_by_the_lives_after_it() -> None:
 
 
 def test_what_vllm_may_mix_an_adapter_into_is_served_without_the_store(tmp_path: Path) -> None:
-    """Beside a request with an adapter vLLM computed one without with the adapter, and what came of
-    it was stored under the name of the model alone."""
+    """Beside a request with an adapter, vLLM used the adapter for one without, too, and what came
+    of that was stored under the name of the model alone."""
     side = _side(mixes_adapters=True)
     request = _arrives(side)
     assert side.matched(request, 0) == 0
@@ -209,8 +209,8 @@ def test_what_is_loaded_is_named_up_to_its_end() -> None:
 @pytest.mark.parametrize("n_tokens", [20, N_TOKENS], ids=["short", "long"])
 @pytest.mark.parametrize("salt", ["\ud800", 7, b"mine"], ids=["half a letter", "number", "bytes"])
 def test_a_salt_that_is_no_text_is_served_without_the_store(n_tokens: int, salt: Any) -> None:
-    """The store refuses such a tenant: that was raised while vLLM scheduled, or while it handed
-    over what was to be stored, and its engine never took a step again."""
+    """The store refuses such a tenant: its error was raised while vLLM scheduled, or while it
+    handed over what was to be stored, and vLLM's engine never took a step again."""
     side = _side()
     request = _arrives(side, n_tokens, cache_salt=salt)
     assert side.matched(request, 0) == 0
@@ -260,7 +260,7 @@ EXACT = {"mode": "exact", "hit_tokens": 256}
 def test_an_answer_is_as_approximate_as_any_of_its_tokens(
     lives: list[tuple[dict[str, Any] | None, int]], said: dict[str, Any] | None
 ) -> None:
-    """Of a preempted request only what it read last was told: an answer that began on chosen rows
+    """For a preempted request only its last read was reported: an answer that began on chosen rows
     was said to be exact, or to miss less than it did."""
     side = _side()
     request = _arrives(side)
@@ -276,7 +276,7 @@ def test_an_answer_is_as_approximate_as_any_of_its_tokens(
 
 def test_what_was_read_behind_blocks_that_were_lost_is_no_hit() -> None:
     """A request that shared a block with one whose load failed was computed again, and so was what
-    it had read itself; its answer said that this was a hit. What an earlier life read stays."""
+    it had read itself; but its answer said that this was a hit. What an earlier life read stays."""
     side = _side()
     evicted: set[int] = set()
     side.kv_cache_manager.evict_blocks = evicted.update

@@ -27,7 +27,7 @@ Serve = Callable[..., Served]
 
 LOOKUP = Path(impress.__file__).parent / "demo" / "lookup" / "agreeing"
 PROBES = ("heads3-v1", "int4-v1")
-HALF = {"name": "recency", "keep": 0.5}  # chooses by no query: easy to say what it must choose
+HALF = {"name": "recency", "keep": 0.5}  # ignores queries: easy to say what it must choose
 
 DOCUMENT = words(700, seed=1)
 QUESTIONS = [DOCUMENT + words(20 + i, seed=10 + i) for i in range(8)]
@@ -80,7 +80,7 @@ def test_what_was_computed_on_a_part_is_found_by_nobody(serve: Serve) -> None:
     sparse = served.ask(QUESTIONS[:2], n=140, policy=HALF)
     assert [answer.said["mode"] for answer in sparse] == ["sparse"] * 2
     again = served.ask(QUESTIONS[:2], n=140, policy=HALF)
-    assert [answer.said["mode"] for answer in again] == ["sparse"] * 2  # not vLLM's own cache
+    assert [answer.said["mode"] for answer in again] == ["sparse"] * 2  # not from vLLM's own cache
     served.settle()
     assert served.store.stats()["stored_tokens"] == stored
     assert tokens(served.ask(QUESTIONS[:2], n=140)) == exact
@@ -136,7 +136,7 @@ def test_a_lost_choice_is_computed_densely(serve: Serve, monkeypatch: pytest.Mon
 def test_a_choice_that_gets_no_memory_is_computed_densely(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a device had too little beside vLLM's share, its error ended the engine."""
+    """Where a device had too little memory beside vLLM's share, the error ended the engine."""
     plain = serve(store=False)
     expected = tokens(plain.ask(QUESTIONS))
     plain.close()
@@ -229,7 +229,7 @@ class Asked:
         ]
         model = AutoModelForCausalLM.from_pretrained(str(LOOKUP), dtype="float32").eval()
         geometry = hf.hf_models.geometry_of(model.config, model.dtype)
-        # By what each costs the mode hangs on the time: on a busy machine one was read exactly.
+        # A mode chosen by cost depends on the time: on a busy machine one was read exactly.
         config = Config(**{**SMALL, "probes": PROBES}, mode="sparse")
         name = namespace_of(model, cross_engine=True)
         self.answers: dict[str, list[list[int]]] = {}

@@ -14,7 +14,7 @@ afresh in each document, so no answer can come from a model's weights.
     copa     choose flood or fire after storm      -> flood       both effects occur
     diffuse  mostly sea or farm                    -> sea         which theme has more words
 
-The value stands before the name and the answer right after it: small models learn that order
+The value comes before the name and the answer right after it: small models learn that order
 sooner. The diffuse task depends on every filler sentence, so no small selection is sufficient.
 """
 
@@ -123,7 +123,7 @@ def document(split: str, index: int, n_tokens: int) -> Document:
 def questions(doc: Document, task: str, n: int, draw: int = 0) -> tuple[Question, ...]:
     """At most `n` different questions about `doc`, none about a demonstrated name or cause. Pure.
 
-    `draw` selects another sample of questions. Fewer come back when the document has not enough
+    `draw` selects another sample of questions. Fewer come back when the document has too few
     facts; the diffuse task has at most six. Raises BadInput on an unknown task or a negative
     number.
     """
@@ -206,7 +206,7 @@ def _demonstration_tasks(rng: Generator, n_tokens: int) -> list[str]:
 
 
 def _with_demonstrations(body: Document, tasks: list[str], rng: Generator) -> Document:
-    """`body` with one answered question of each of `tasks` after it."""
+    """`body` followed by one answered question for each of `tasks`."""
     tokens = list(body.tokens)
     subjects: set[str] = set()
     pools = {task: list(_ask(body, task, tasks.count(task), rng)) for task in dict.fromkeys(tasks)}

@@ -9,7 +9,7 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-#: Markers that are no words of a document's sentences.
+#: Markers that are not words of a document's sentences.
 PAD: Final = "<pad>"
 START: Final = "<s>"
 

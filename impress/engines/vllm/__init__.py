@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-#: What `--kv-transfer-config` names; `impress vllm-config` prints the whole of it.
+#: The connector's name in `--kv-transfer-config`; `impress vllm-config` prints the whole value.
 CONNECTOR: Final = "ImpressConnector"
 CONNECTOR_MODULE: Final = "impress.engines.vllm.connector"
 BACKEND: Final = "impress.engines.vllm.attention.ChoosingBackend"
@@ -21,8 +21,8 @@ CUDA_BACKEND: Final = "impress.engines.vllm.attention_cuda.ChoosingFlashBackend"
 def register() -> None:
     """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes.
 
-    Effects: CPU_ATTN, or on CUDA FLASH_ATTN, is replaced by ours, which does nothing of its own
-    until a connector with a sparse policy is at work.
+    Effects: replaces CPU_ATTN, or on CUDA FLASH_ATTN, with our backend, which does nothing of its
+    own until a connector with a sparse policy is at work.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -19,7 +19,7 @@ class ChoosingImpl(Choosing, CPUAttentionBackendImpl):  # type: ignore[misc]  # 
     def shortened(
         self, layer: Any, dtype: torch.dtype, metadata: Any, seq_lens: torch.Tensor
     ) -> Any:
-        """With it goes how the kernel divides this batch among its threads."""
+        """It also has a new plan of how the kernel divides this batch among its threads."""
         plan = cpu_attn_get_scheduler_metadata(
             num_reqs=len(seq_lens),
             num_heads=self.num_heads,
@@ -39,7 +39,7 @@ class ChoosingImpl(Choosing, CPUAttentionBackendImpl):  # type: ignore[misc]  # 
 
 
 class ChoosingBackend(CPUAttentionBackend):  # type: ignore[misc]  # the base is untyped
-    """CPU_ATTN by name and layout, so that everything else of vLLM takes it for that."""
+    """CPU_ATTN by name and layout, so that the rest of vLLM takes it for that backend."""
 
     @staticmethod
     def get_impl_cls() -> type[ChoosingImpl]:

@@ -1,13 +1,13 @@
-"""Between vLLM's paged KV cache on the CPU and a store's planes; on CUDA it is strided.py.
+"""Moves rows between vLLM's paged KV cache on the CPU and a store's planes (CUDA: strided.py).
 
-Nothing else knows block layouts.
+No other module knows block layouts.
 
     store   rows of a layer, token-major               k, v [n_kv_heads, m, head_dim]
     vLLM    one tensor a layer [blocks, n_kv_heads, block_size, 2·head_dim]; a head's part of a
-            block holds its keys, then its values, each in an order that its instruction set likes
+            block holds its keys, then its values, each in an order that suits its instruction set
 
-The order is not written down here: it is measured, once a geometry, by having vLLM's own kernel
-write numbers and looking where they went. What no stride can describe is refused, not guessed.
+The order is not written down here: it is measured, once per geometry, by having vLLM's own kernel
+write numbers and looking where they went. An order no strides describe is refused, not guessed.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from impress.errors import Unsupported
 
 
 class Layout(Protocol):
-    """How rows get into one layer's KV cache and out of it. A slot is block · block_size + row."""
+    """How rows get into and out of one layer's KV cache. A slot is block · block_size + row."""
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
 
     def load(
         self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Put rows [n_kv_heads, m, head_dim] in host memory in slots int64 [m].
+        """Put rows [n_kv_heads, m, head_dim] from host memory into slots int64 [m].
 
-        Of the cache's dtype, any strides. The layer's attention, computed next, finds them there.
+        They have the cache's dtype, any strides. The layer's attention, computed next, finds them.
         """
 
     def write(
         self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """The same of rows and slots on the cache's own device."""
+        """The same for rows and slots on the cache's own device."""
 
     def read(
         self, kv_cache: torch.Tensor, block_ids: Sequence[int]
@@ -52,14 +52,14 @@ class Layout(Protocol):
         """
 
 
-#: Numbers up to here are exact in every dtype of a KV cache: bfloat16 has 8 bits of them.
+#: Integers of this many bits are exact in every dtype of a KV cache: bfloat16 has 8 bits.
 _DIGIT_BITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How one head's keys (or values) of a block lie: dims of the row-major [tokens, head_dim]
-    index, slowest first, with the stride in memory of each."""
+    """How one head's keys (or values) lie in a block: dims of the row-major [tokens, head_dim]
+    index, slowest first, with each one's stride in memory."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -67,7 +67,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The layout of one layer's KV cache. `isa` is what vLLM calls its instruction set."""
+    """The layout of one layer's KV cache. `isa` is vLLM's name for its instruction set."""
 
     n_kv_heads: int
     head_dim: int
@@ -78,7 +78,7 @@ class BlockLayout:
 
     @classmethod
     def of(cls, kv_cache: torch.Tensor, isa: str) -> BlockLayout:
-        """Of a cache [blocks, n_kv_heads, block_size, 2·head_dim]. Raises Unsupported."""
+        """For a cache [blocks, n_kv_heads, block_size, 2·head_dim]. Raises Unsupported."""
         if kv_cache.ndim != 4 or kv_cache.device.type != "cpu" or not kv_cache.is_contiguous():
             raise Unsupported(
                 f"vLLM's KV cache {tuple(kv_cache.shape)} on {kv_cache.device} is not laid out as "
@@ -94,7 +94,7 @@ class BlockLayout:
         """See Layout."""
         _write(kv_cache, k.transpose(0, 1), v.transpose(0, 1), slots, self.isa)
 
-    load = write  # it is host memory
+    load = write  # the cache is in host memory
 
     def read(
         self, kv_cache: torch.Tensor, block_ids: Sequence[int]
@@ -118,9 +118,9 @@ class BlockLayout:
 def layouts_of(
     kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
 ) -> tuple[list[Layout], Streams | None]:
-    """Each layer's layout, by the attention vLLM gave it; the streams of a device. By layer name.
+    """Each layer's layout, by the attention vLLM gave it, and the streams of a device.
 
-    Raises Unsupported with the setting to change.
+    Both arguments are by layer name. Raises Unsupported, naming the setting to change.
     """
     made: list[Layout] = []
     streams: Streams | None = None
@@ -143,7 +143,7 @@ def layouts_of(
 def slots_of(
     block_ids: Sequence[int] | torch.Tensor, block_size: int, first: int, end: int
 ) -> torch.Tensor:
-    """Slots int64 of a request's rows first..end-1, whose blocks are block_ids."""
+    """Slots int64 of rows first..end-1 of a request whose blocks are block_ids."""
     rows = torch.arange(first, end, dtype=torch.int64)
     blocks = torch.as_tensor(block_ids, dtype=torch.int64)
     return blocks[rows // block_size] * block_size + rows % block_size
@@ -152,7 +152,7 @@ def slots_of(
 def _write(
     kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, isa: str
 ) -> None:
-    """Have vLLM's kernel lay rows k, v [m, n_kv_heads, head_dim] into their slots."""
+    """Have vLLM's kernel put rows k, v [m, n_kv_heads, head_dim] into their slots."""
     n_blocks, heads, size, twice = kv_cache.shape
     halves = kv_cache.view(n_blocks, heads, 2 * size, twice // 2).chunk(2, dim=2)
     _kernel()(k.contiguous(), v.contiguous(), *halves, slots, isa)
@@ -167,7 +167,7 @@ def _kernel() -> Any:
 
 @cache
 def _orders(dtype: torch.dtype, block_size: int, head_dim: int, isa: str) -> tuple[Order, Order]:
-    """Where the kernel puts each element of one head's keys and values of a block."""
+    """Where the kernel puts each element of one head's keys and values in a block."""
     n = block_size * head_dim
     index = torch.arange(n)
     found = torch.zeros(2, n, dtype=torch.int64)

@@ -1,11 +1,11 @@
-"""What attention backends that read chosen rows have in common; each kernel has its own module.
+"""The common part of attention backends that read chosen rows; each kernel has its own module.
 
     per layer:  query of the new rows ─choose─> k rows of the prefix, copied to the first k places
-                new rows                         to the places behind them
+                new rows                         to the places after them
                 the stock kernel                 with sequence lengths shorter by n − k
 
-How many rows are chosen differs from layer to layer, so each forward has its own copy of the
-batch's metadata; the shared one, which says how long prompts really are, is never touched.
+The number of chosen rows differs from layer to layer, so each forward has its own copy of the
+batch's metadata; the shared one, which has the true lengths of prompts, is never touched.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Call(NamedTuple):
 
 
 class Chooser(Protocol):
-    """Whoever knows which requests of a batch are sparse."""
+    """Knows which requests of a batch are sparse."""
 
     def compact(self, call: Call, metadata: Any, shorten: Shorten) -> Any:
-        """This layer's metadata of the batch, once its chosen and new rows stand in their places.
+        """The batch's metadata for this layer, once its chosen and new rows are in their places.
 
-        That given where every row of every request is kept.
+        Returns `metadata` itself where every row of every request is kept.
         """
 
 
@@ -46,13 +46,13 @@ _chooser: Chooser | None = None
 
 
 def serve(chooser: Chooser | None) -> None:
-    """Whom the layers of this process ask; None: nobody, all requests are whole."""
+    """Set the chooser that this process's layers ask; None: none, all requests are whole."""
     global _chooser
     _chooser = chooser
 
 
 class Choosing:
-    """Before one of vLLM's attention implementations: its stock kernel, over compact rows."""
+    """Mixin before one of vLLM's attention implementations: its stock kernel, over compact rows."""
 
     scale: float
 
@@ -63,7 +63,7 @@ class Choosing:
     def shortened(
         self, layer: Any, dtype: torch.dtype, metadata: Any, seq_lens: torch.Tensor
     ) -> Any:
-        """A copy of the metadata with these lengths, for this kernel. `dtype`: of the KV cache."""
+        """A copy of the metadata with these lengths, for this kernel. `dtype`: the KV cache's."""
         raise NotImplementedError
 
     def forward(
@@ -82,7 +82,7 @@ class Choosing:
             call = Call(layer.layer_name, self.scale, query, key, value)
             shorten = partial(self.shortened, layer, kv_cache.dtype)
             attn_metadata = _chooser.compact(call, attn_metadata, shorten)
-        result: torch.Tensor = super().forward(  # type: ignore[misc]  # vLLM's, beside us
+        result: torch.Tensor = super().forward(  # type: ignore[misc]  # in vLLM's class
             layer, query, key, value, kv_cache, attn_metadata, output,
             output_scale=output_scale, output_block_scale=output_block_scale,
         )  # fmt: skip

@@ -3,7 +3,7 @@
     places vLLM counts   0 … n−1: the prefix          | n … : new rows
     places of a layer    0 … k−1: chosen | k … : new rows, all moved down by n − k
 
-How much a layer leaves out of each request, n − k, is one number a row of the batch; 0 for whole
+What a layer leaves out of each request, n − k rows, is one number per row of the batch; 0 for whole
 requests.
 """
 
@@ -26,7 +26,7 @@ class Batch:
         """`firsts`: the first blocks of sparse requests. Waits once for the metadata's device."""
         self.metadata = metadata
         self._block_size = block_size
-        # Of layers that leave out as much: rows missing, int32 [n_rows], and their metadata.
+        # Shared by layers that leave out the same numbers: rows missing, int32 [n_rows]; metadata.
         self._left: dict[tuple[int, ...], torch.Tensor] = {}
         self._short: dict[tuple[int, ...], Any] = {}
         n = self.n_rows = len(metadata.seq_lens)
@@ -42,7 +42,7 @@ class Batch:
         self._tokens, self._row_of, self._places = self._new_rows(lengths)
 
     def _new_rows(self, lengths: Sequence[int]) -> torch.Tensor:
-        """int64 [3, t]: of each new row its token in the batch, its batch row, its place."""
+        """int64 [3, t]: for each new row its token in the batch, its batch row, its place."""
         device = self.metadata.seq_lens.device
         found = [np.empty((3, 0), dtype=np.int64)]
         for i in self.rows:
@@ -54,7 +54,7 @@ class Batch:
         return _sent(torch.from_numpy(np.concatenate(found, axis=1)), device)
 
     def new_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of all new rows of a batch [tokens, n_kv_heads, head_dim] those that are sparse."""
+        """A batch's new rows [tokens, n_kv_heads, head_dim] that belong to sparse requests."""
         return rows[self._tokens]
 
     def slots(self, left_out: Sequence[int]) -> torch.Tensor:
@@ -68,14 +68,14 @@ class Batch:
         return blocks * self._block_size + place % self._block_size
 
     def shortened(self, left_out: Sequence[int], shorten: Shorten) -> Any:
-        """The metadata with shorter lengths; layers that leave out as much share it."""
+        """The metadata with shorter lengths; layers with the same left_out share it."""
         key = tuple(left_out)
         if key not in self._short:
             self._short[key] = shorten(self.metadata, self.metadata.seq_lens - self._missing(key))
         return self._short[key]
 
     def _missing(self, left_out: Sequence[int]) -> torch.Tensor:
-        """left_out where the metadata is, in the dtype of its lengths."""
+        """left_out on the metadata's device, in the dtype of its lengths."""
         key, whole = tuple(left_out), self.metadata.seq_lens
         if key not in self._left:
             self._left[key] = _sent(torch.tensor(key, dtype=whole.dtype), whole.device)
@@ -83,9 +83,9 @@ class Batch:
 
 
 def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On their way to a device: what is launched there from now on finds them, nobody waits.
+    """Send numbers to a device: work launched there from now on finds them, and nothing waits.
 
-    Copied from pinned memory, which torch keeps until they are there.
+    They are copied from pinned memory, which torch keeps until they have arrived.
     """
     there = numbers.pin_memory() if device.type == "cuda" else numbers
     return there.to(device, non_blocking=True)

@@ -32,11 +32,11 @@ log = logging.getLogger("impress")
 
 
 class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # untyped bases
-    """A store under vLLM. Named in --kv-transfer-config; `impress vllm-config` prints it.
+    """A store under vLLM. Named in --kv-transfer-config; `impress vllm-config` prints that setting.
 
-    Raises at start, with the setting to change: Unsupported (what vLLM was told to do), ConfigError
-    and BadInput (the extra config), and what `PrefixStore.open` does: StoreMismatch, StoreLocked,
-    StoreFailed, and FormatError, also where "store_new" is false and nothing is stored yet.
+    Raises at start, naming the setting to change: Unsupported (vLLM's settings), ConfigError and
+    BadInput (the extra config), and what `PrefixStore.open` raises: StoreMismatch, StoreLocked,
+    StoreFailed, and FormatError, also if "store_new" is false and nothing is stored yet.
     """
 
     _cache_hit_source = CacheHitSource.DISK
@@ -79,7 +79,7 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a later miss, nothing else."""
+        """A dropped save only makes a later miss."""
         return False
 
     # ---- the worker's side -----------------------------------------------------------------
@@ -89,13 +89,13 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return self.worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self.worker is not None:  # vLLM hands an engine whatever connector the process has
+        if self.worker is not None:  # vLLM hands an engine the connector its process already has
             raise Unsupported(
                 "vLLM has one KV connector in a process, and another engine uses it: shut that "
                 "engine down first (llm.llm_engine.engine_core.shutdown()), or start this one in "
                 "a process of its own"
             )
-        if get_kv_transfer_group() is not self:  # of rows that another loads nobody tells us
+        if get_kv_transfer_group() is not self:  # nobody tells us of rows that another loads
             raise Unsupported(
                 f"{type(get_kv_transfer_group()).__name__}: what a connector beside impress loads, "
                 'or fails to, would be stored as computed: name "ImpressConnector" alone'
@@ -107,12 +107,12 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             raise
 
     def _begin(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The worker's side. Raises Unsupported."""
+        """Make the worker's side. Raises Unsupported."""
         layers = self._vllm_config.compilation_config.static_forward_context
         names = self._served.layer_names
         assert self._store is not None
         caches = {name: kv_caches[name] for name in names}
-        for name, cache in caches.items():  # vLLM has bound them to the layers of its engine
+        for name, cache in caches.items():  # vLLM bound them to its engine's layers
             bound = getattr(layers[name], "kv_cache", cache)
             if not isinstance(bound, torch.Tensor) or bound.data_ptr() != cache.data_ptr():
                 raise Unsupported(
@@ -135,8 +135,8 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             choosing.serve(self.worker.sparse)
 
     def _check_attention(self, layers: dict[str, Any]) -> None:
-        """Raises Unsupported where a layer is none of ours and may have to choose rows. Where it
-        need not, says what then goes unnoticed (loading.begins)."""
+        """Raises Unsupported if a layer's attention is not ours and may have to choose rows. If it
+        need not, logs what then goes unnoticed (loading.begins)."""
         for name, layer in layers.items():
             if isinstance(layer.impl, choosing.Choosing):
                 continue
@@ -166,7 +166,7 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Notes that it ran: blocks are read when the step is over, by a thread of their own."""
+        """Notes that the layer ran: a thread of its own reads the blocks when the step is over."""
         self._worker().note_layer(layer_name)
 
     def wait_for_save(self) -> None:
@@ -230,8 +230,8 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return self._scheduler()._events.take()
 
     def has_pending_push_work(self) -> bool:
-        """vLLM steps on while this is so: a pause is not over before blocks have been read, for
-        then it may sleep and unmap them."""
+        """vLLM keeps stepping while this is true: a pause must not complete before blocks have
+        been read, as vLLM may then sleep and unmap them."""
         return self._scheduler().saving
 
     def reset_cache(self) -> bool | None:

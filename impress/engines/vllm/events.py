@@ -1,4 +1,4 @@
-"""Cache events of the store, for those who route requests by them (`--kv-events-config`)."""
+"""Cache events of the store, for whatever routes requests by them (`--kv-events-config`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from impress.engines.vllm.keys import vllm_keys_of
 from impress.engines.vllm.step import Prompt
 
 _MOST_EXPECTED = 1024
-#: Prefixes that were told as stored and are looked up again after an eviction: so many, of so many
-#: tokens in all (4 bytes each). What is older is not told when it goes.
+#: Prefixes reported as stored, to be looked up again after an eviction: at most this many, of this
+#: many tokens in all (4 bytes each). Older ones are not reported when they are evicted.
 _MOST_TOLD = 4096
 _MOST_TOLD_TOKENS = 8 << 20
-#: Looked up in one step.
+#: Prefixes looked up in one step.
 _CHECKS_A_STEP = 8
 
 #: (tokens, extra, tenant) -> tokens that are stored
@@ -22,14 +22,14 @@ Lookup = Callable[[Any, Mapping[int, bytes], str], int]
 
 
 class _Told(NamedTuple):
-    """A prefix as it was told: vLLM's hash of each block."""
+    """A prefix as it was reported: vLLM's hash of each block."""
 
     prompt: Prompt
     hashes: list[Any]
 
 
 class _Expected(NamedTuple):
-    """What is to be told, and what but tokens made each block's hash: vLLM's extra keys."""
+    """A prefix to report, and what besides tokens made each block's hash: vLLM's extra keys."""
 
     told: _Told
     lora: Any
@@ -39,8 +39,8 @@ class _Expected(NamedTuple):
 class Events:
     """Block events in vLLM's own hashes. For the scheduler's thread. Does nothing when not enabled.
 
-    The store knows nothing of vLLM's blocks. So when it has evicted something, what was told is
-    looked up again, a few prefixes a step, and blocks that are gone are told then.
+    The store knows nothing of vLLM's blocks. So when it has evicted something, the prefixes that
+    were reported are looked up again, a few a step, and blocks that are gone are reported then.
     """
 
     def __init__(self, *, enabled: bool, block_size: int) -> None:
@@ -55,8 +55,8 @@ class Events:
     def expect(self, request: Any, prompt: Prompt) -> None:
         """A request's prompt, or the beginning of it, is on its way into the store.
 
-        It comes again with the request's answer, maybe before the prompt is READY: the longest is
-        what READY is told by.
+        It comes again with the request's answer, maybe before the prompt is READY: the longest one
+        is used to report what is READY.
         """
         if not self._enabled:
             return
@@ -74,7 +74,7 @@ class Events:
             del self._expected[next(iter(self._expected))]
 
     def stored(self, request_id: str, n_tokens: int) -> None:
-        """So many of them are READY."""
+        """A request's first n_tokens are READY."""
         found = self._expected.get(request_id)
         if found is None:
             return
@@ -103,16 +103,16 @@ class Events:
         )
 
     def lost(self, request: Any, n_tokens: int) -> None:
-        """What was promised of a request could not be read."""
+        """Rows promised to a request could not be read."""
         if self._enabled:
             self._removed(request.block_hashes[: n_tokens // self._block_size])
 
     def doubt(self) -> None:
-        """The store let go of something: everything told is to be looked up again."""
+        """The store let go of something: everything reported is to be looked up again."""
         self._doubted = deque(self._told)
 
     def check(self, lookup: Lookup) -> None:
-        """Look up some of what is in doubt; tell blocks that are gone."""
+        """Look up some of what is in doubt; report blocks that are gone."""
         for _ in range(min(_CHECKS_A_STEP, len(self._doubted))):
             told = self._forget(self._doubted.popleft())
             if told is None:
@@ -148,7 +148,7 @@ class Events:
             self._ready.append(BlockRemoved(block_hashes=known, medium=MEDIUM_STORAGE))
 
     def cleared(self) -> None:
-        """Nothing of what was told, or is on its way, can be found any more."""
+        """Nothing that was reported, or is on its way, can be found any more."""
         self._expected.clear()
         self._told.clear()
         self._doubted.clear()

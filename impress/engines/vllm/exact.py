@@ -4,8 +4,8 @@
     hit a    w   r   r   r   .   .      w: waited for and written     r: on its way     .: not begun
     hit b    w   r   r   r   .   .
 
-What is on its way is bounded, whatever a step's hits add up to: a layer of each is begun as one of
-each has been written. All first layers come before any second one, as the step computes.
+Reads on their way are bounded, whatever a step's hits add up to: once a layer of each hit has been
+written, another is begun. All first layers come before any second one, as the step computes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from impress.read.access import AccessReport
 from impress.read.session import Lease, Session
 from impress.store import PrefixStore
 
-#: Bytes of rows that a step has on their way at once; a tenth of a second of a fast SSD. Two layers
-#: of every hit are, however large.
+#: Most bytes of rows that a step reads ahead at once; a tenth of a second of a fast SSD. Two layers
+#: of every hit are read ahead, however large.
 MOST_AHEAD: Final = 512 << 20
 _LEAST_LAYERS: Final = 2
 
@@ -32,7 +32,7 @@ class ExactLoad:
     """All rows of a request's prefix on their way into its blocks."""
 
     def __init__(self, store: PrefixStore, spec: LoadSpec, block_size: int) -> None:
-        """`lost` says why, if nothing or not all of it can be read."""
+        """`lost` says why, if not all of the prefix, or none of it, can be read."""
         self.spec = spec
         self.lost = ""
         self._lease: Lease = store.lease(spec.prompt.tokens, spec.prompt.extra, spec.prompt.tenant)
@@ -43,11 +43,11 @@ class ExactLoad:
         if self.end < spec.end:
             self.lost = f"the lease has {self._lease.n_tokens} of {spec.end} tokens"
         if self.end > spec.first:
-            # What vLLM has itself is not read; of a window that begins before `first`, all is.
+            # Rows that vLLM has are not read; a window that begins before `first` is read whole.
             begin = spec.first // store.window * store.window
             try:
                 self._slots = slots_of(spec.block_ids, block_size, spec.first, self.end)
-                # In any order: the kernel lays each row into its slot.
+                # In any order: the kernel puts each row into its slot.
                 self._session = self._lease.session(first=begin, in_order=False)
                 geometry = store.geometry
                 row_bytes = geometry.token_bytes // geometry.n_layers
@@ -59,7 +59,7 @@ class ExactLoad:
                 raise
 
     def read_ahead(self, layer: int) -> None:
-        """Have a layer's rows on their way."""
+        """Begin reading a layer's rows."""
         if self._session is None:
             return
         try:
@@ -68,7 +68,7 @@ class ExactLoad:
             self._give_up(err)
 
     def write(self, layer: int, kv_cache: torch.Tensor, layout: Layout) -> None:
-        """Wait for a layer's rows and lay them into its blocks."""
+        """Wait for a layer's rows and put them into its blocks."""
         if self._session is None:
             return
         try:
@@ -80,11 +80,11 @@ class ExactLoad:
             self._session.let_go(layer)
         except PrefixLost as err:
             self._give_up(err)
-        except torch.OutOfMemoryError as err:  # of what a device has beside vLLM's share
+        except torch.OutOfMemoryError as err:  # device memory beside vLLM's share
             self._give_up(PrefixLost("shortage", str(err)))
 
     def _give_up(self, err: PrefixLost) -> None:
-        """Nothing of it is written any more."""
+        """No more of the prefix is written."""
         self.lost, self.end = err.reason, self.spec.first
         self.close()
 
@@ -102,9 +102,9 @@ class ExactLoad:
 
 
 class Placing:
-    """Which rows that were brought have a slot, and where. Pure.
+    """Which of the rows that were read have a slot, and which slot. Pure.
 
-    at int64: which token each row is of; slots int64: of the tokens from `first` on.
+    at int64: each row's token; slots int64: those of the tokens from `first` on.
     """
 
     def __init__(self, at: torch.Tensor, first: int, slots: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class Placing:
             self._mine = slice(int(mine[0]), int(mine[-1]) + 1)
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of rows [n_kv_heads, m, head_dim] those that have a slot."""
+        """Those of the rows [n_kv_heads, m, head_dim] that have a slot."""
         return rows.transpose(0, 1)[self._mine].transpose(0, 1)
 
 
@@ -131,18 +131,18 @@ class ExactSide:
         self._n_ahead = 0  # layers
 
     def start(self, spec: LoadSpec) -> None:
-        """A hit of this step. Raises ImpressError where its prefix cannot be leased."""
+        """Add a hit of this step. Raises ImpressError if its prefix cannot be leased."""
         self._loads.append(ExactLoad(self._store, spec, self._block_size))
 
     def begin(self) -> None:
-        """That was all of them: read their first layers."""
+        """All hits of the step are here: begin reading their first layers."""
         n_bytes = sum(load.layer_bytes for load in self._loads)
         self._n_ahead = max(_LEAST_LAYERS, MOST_AHEAD // max(n_bytes, 1))
         for layer in range(min(self._n_ahead, self._store.geometry.n_layers)):
             self._read_ahead(layer)
 
     def write(self, layer: int, kv_cache: torch.Tensor, layout: Layout) -> None:
-        """On return a layer's rows stand in their blocks, or their loss is noted."""
+        """On return a layer's rows are in their blocks, or their loss is noted."""
         for load in self._loads:
             load.write(layer, kv_cache, layout)
         if layer + self._n_ahead < self._store.geometry.n_layers:
@@ -153,7 +153,7 @@ class ExactSide:
             load.read_ahead(layer)
 
     def end(self) -> Iterator[ExactLoad]:
-        """The step's loads, over. Each is to be closed; where that is cut off, it is here yet."""
+        """The step's loads, now over. Close each; if cut off, it is still here next time."""
         while self._loads:
             yield self._loads[0]
             del self._loads[0]

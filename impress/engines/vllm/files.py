@@ -1,7 +1,7 @@
-"""Which files, and what beside them, a served model computes by: those that name it, or none.
+"""The files, and what besides them, a served model computes from: those that name it, or none.
 
-vLLM loads a directory's weights by rules of its own for each load format. Where it may load others
-than those whose digest is in a key, the start is refused.
+vLLM has rules of its own, per load format, for which of a directory's weights it loads. Where these
+may be others than those whose digest is in a key, the start is refused.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from impress.engines.vllm.loading import directory_of
 from impress.errors import Unsupported
 from impress.weights import weight_files
 
-#: Of vLLM's load formats those that read the files by which the model is named.
+#: Those of vLLM's load formats that read the files by which the model is named.
 _LOAD_FORMATS: Final = (
     "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral",
 )  # fmt: skip
-#: Of these, the ones that take every file there is, whatever an index names.
+#: Of these, those that load every file there is, whatever an index names.
 _ALL_FILES: Final = ("runai_streamer",)
-#: Of torch.save's files vLLM passes over these (filter_files_not_needed_for_inference).
+#: vLLM ignores these of torch.save's files (filter_files_not_needed_for_inference).
 _NO_WEIGHTS: Final = ("training_args.bin", "optimizer.bin")
-#: Of the environment, what has quantized layers round a pass otherwise; and what does so by files.
+#: Environment variables that make quantized layers round a pass differently.
 _ROUNDING: Final = ("VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_DISABLED_KERNELS")
-#: Of the kernels' settings likewise: by them activations are quantized, or not.
+#: The same among the kernels' settings: they decide whether activations are quantized.
 _KERNELS: Final = ("linear_backend", "linear_backend_per_quant")
-#: Ends of the names of files that say how a directory's weights are quantized, where its config
+#: Endings of the names of files that say how a directory's weights are quantized, if its config
 #: does not.
 _QUANTIZED: Final = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _UNSET: Final[tuple[Any, ...]] = (None, "auto", {})
-#: In what float32 matrices are rounded to before they are multiplied.
+#: Environment variable: what float32 matrices are rounded to before they are multiplied.
 _PRECISION: Final = "VLLM_FLOAT32_MATMUL_PRECISION"
+#: Environment variables that change rounding too, by files: no key tells what layers then compute.
 _REFUSED: Final = (
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_HUMMING_USE_F16_ACCUM",
@@ -41,8 +42,8 @@ _REFUSED: Final = (
 
 
 def check_files(vllm_config: Any) -> None:
-    """Raises Unsupported where vLLM may load other weights than those that name the model, or has
-    its config from where no family is named."""
+    """Raises Unsupported if vLLM may load other weights than those that name the model, or took its
+    config from a file that names no family."""
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in _LOAD_FORMATS:
         raise Unsupported(
@@ -64,13 +65,13 @@ def check_files(vllm_config: Any) -> None:
 
 def _check_weights(directory: Path, load_format: str) -> None:
     named = weight_files(directory)
-    beside = {".bin": ["*.bin"], ".gguf": ["*.pt"]}.get(named[0].suffix, [])  # or vLLM takes these
+    beside = {".bin": ["*.bin"], ".gguf": ["*.pt"]}.get(named[0].suffix, [])  # vLLM may take these
     patterns = ["*.safetensors", *beside]
     indexed = (directory / "model.safetensors.index.json").is_file()
     if indexed and load_format not in _ALL_FILES:  # the rest is passed over
         if load_format not in ("auto", "mistral"):
             return
-        patterns = ["consolidated*.safetensors"]  # but for Mistral's own, which come first
+        patterns = ["consolidated*.safetensors"]  # except Mistral's own, which come first
     every = (path for pattern in patterns for path in directory.glob(pattern))
     found = {path for path in every if path.name not in _NO_WEIGHTS}
     if others := sorted(found - set(named)):
@@ -81,7 +82,7 @@ def _check_weights(directory: Path, load_format: str) -> None:
 
 
 def config_elsewhere(model: Any) -> str:
-    """What --hf-config-path names, by content; "" where the config is the model's. Raises."""
+    """Text of the config --hf-config-path names; "" if it is the model's. Raises Unsupported."""
     where = model.hf_config_path
     if not where or where == model.model:
         return ""
@@ -92,7 +93,7 @@ def config_elsewhere(model: Any) -> str:
 
 
 def quantization_elsewhere(model: Any) -> str:
-    """What the overrides' quantization_config_file holds; "" where they name none. Raises."""
+    """Text of the overrides' quantization_config_file; "" if they name none. Raises Unsupported."""
     overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
     where = overrides.get("quantization_config_file")
     if not where:
@@ -104,8 +105,8 @@ def quantization_elsewhere(model: Any) -> str:
 
 
 def quantization_beside(model: Any, directory: Path) -> list[tuple[str, str]]:
-    """Files beside a config that say how a quantized model's weights are to be read: their names
-    and what they hold. Raises Unsupported."""
+    """Names and contents of the files beside a config that say how a quantized model's weights are
+    to be read. Raises Unsupported."""
     if not model.quantization:
         return []
     found = [path for path in directory.glob("*.json") if path.name.endswith(_QUANTIZED)]
@@ -118,7 +119,7 @@ def quantization_beside(model: Any, directory: Path) -> list[tuple[str, str]]:
 
 
 def environment_of(vllm_config: Any) -> dict[str, str]:
-    """What else is set by which a model rounds. Raises Unsupported."""
+    """Other settings by which a model rounds. Raises Unsupported."""
     model = vllm_config.model_config
     if named := [name for name in _REFUSED if os.environ.get(name)]:
         raise Unsupported(f"no key tells what {named[0]} has layers compute: unset it")
@@ -126,7 +127,7 @@ def environment_of(vllm_config: Any) -> dict[str, str]:
     precision = os.environ.get(_PRECISION, "").lower()
     if str(model.dtype) == "torch.float32" and precision not in ("", "highest"):
         found[_PRECISION] = precision
-    if str(model.dtype) == "torch.float32" and (mode := fpmath()):  # on a CPU; elsewhere in vain
+    if str(model.dtype) == "torch.float32" and (mode := fpmath()):  # no effect off the CPU
         found["fpmath"] = mode
     if model.quantization:
         found.update({name: os.environ[name] for name in _ROUNDING if name in os.environ})

@@ -1,4 +1,4 @@
-"""Whether the disk hangs, by what the thread that stores has waited for in vain."""
+"""Whether the disk hangs, judged by what the storing thread has waited for in vain."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from impress.write.draft import Stored
 
 log = logging.getLogger("impress")
 
-#: Of a call of the store that makes space, for a segment or behind a commit: it has no limit of its
-#: own. (Rows wait for write buffers, which has.)
+#: Limit for a call of the store that makes space, for a segment or after a commit: the call has
+#: none of its own. (The wait of rows for write buffers has one.)
 KEEPS_S = 10.0
 
 
 class Disk:
-    """For the thread that stores, but for `keeps`."""
+    """For the thread that stores, except `keeps`."""
 
     def __init__(self, store: PrefixStore) -> None:
         self._store = store
-        self._full_bytes = 0  # in write buffers, as a wait for them ran out
-        self._late: Stored | None = None  # was waited for in vain: a commit may hang
-        self._asked_s: float | None = None  # since when the store is at a call
+        self._full_bytes = 0  # in write buffers, when a wait for them ran out
+        self._late: Stored | None = None  # a store waited for in vain: a commit may hang
+        self._asked_s: float | None = None  # when the call in progress began
 
     def note_full(self) -> None:
         """A wait for write buffers ran out."""
@@ -38,7 +38,7 @@ class Disk:
         log.warning("the disk hangs: nothing is stored until an earlier store has ended")
 
     def hangs(self) -> bool:
-        """Whether a store waited for in vain is still under way, or no write has ended since."""
+        """Whether an overdue store still runs, or no write has ended since buffers ran out."""
         if self._store.write_buffers.used_bytes < self._full_bytes:
             self._full_bytes = 0
         late = self._late
@@ -56,6 +56,6 @@ class Disk:
             self._asked_s = None
 
     def keeps(self, limit_s: float | None = None) -> bool:
-        """Whether the store has been at one for that long; None: KEEPS_S. For any thread."""
+        """Whether the call in `asked` has lasted limit_s (None: KEEPS_S). For any thread."""
         since = self._asked_s
         return since is not None and monotonic() - since >= (limit_s or KEEPS_S)

@@ -1,9 +1,9 @@
-"""What names a vLLM request's windows: its tokens, and vLLM's own extra keys whole.
+"""What names a vLLM request's windows: its tokens, and all of vLLM's own extra keys.
 
 vLLM hashes a block with whatever else made its KV: prompt embeddings by digest, the LoRA adapter,
-the cache salt. The same go into the store's keys, block by block. A kind that this version does
-not know may mean anything: such a request neither reads nor writes the store. Nor does one with
-images: what names them may be the client's own word, or a number that the next process gives again.
+the cache salt. The same go into the store's keys, block by block. A kind of key that this version
+does not know may mean anything: its request neither reads nor writes the store. Nor does one with
+images: they may be named by the client's own word, or a number that the next process gives again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from impress.weights import weights_of
 
 log = logging.getLogger("impress")
 
-#: vLLM's kind of extra keys that are digests. The salt becomes the tenant; of an adapter the files
-#: count, not the path, since a store outlives what lay there.
+#: vLLM's extra keys of this kind are digests. The salt becomes the tenant; an adapter is named by
+#: its files, not its path, since a store outlives what lay there.
 _DIGESTED = "prompt_embeds"
 
 #: (request, first token, end, index of the first multimodal item) -> (keys or None, next index)
@@ -39,10 +39,10 @@ def extras_of(
 ) -> tuple[dict[int, bytes], str]:
     """(digests by token position, tenant) of a request's first n_tokens.
 
-    Raises Unsupported for keys of an unknown kind, images, a salt that is no text, or an adapter
+    Raises Unsupported for keys of an unknown kind, images, a salt that is not text, or an adapter
     that Adapters refuses.
     """
-    # A plain prompt, without a look at each block; embeddings would be hashed once more.
+    # A plain prompt needs no look at each block; embeddings would be hashed once more.
     if request.prompt_embeds is None and keys_of(request, 0, n_tokens, 0)[0] is None:
         return {}, ""
     extra: dict[int, bytes] = {}
@@ -75,9 +75,9 @@ def extras_of(
 
 
 def _meant(request: Any, first: int, end: int) -> tuple[Any, ...]:
-    """How vLLM reads a block of prompt embeddings, of which its key has the bytes alone.
+    """How vLLM reads a block of prompt embeddings, of which its key has only the bytes.
 
-    Their dtype, and where it takes tokens in their place: zeros may stand for either.
+    Returns their dtype, and where vLLM takes tokens instead: zeros may stand for either.
     """
     mask = request.prompt_is_token_ids
     tokens = request.prompt_token_ids is not None if mask is None else list(mask[first:end])
@@ -88,7 +88,7 @@ def _text(salt: Any) -> str:
     try:
         if isinstance(salt, str) and salt.encode():
             return salt
-    except UnicodeEncodeError:  # JSON can say half of a letter
+    except UnicodeEncodeError:  # JSON can hold half a character
         pass
     raise Unsupported(f"cache_salt {salt!r} is no text: this request is not reused")
 
@@ -96,22 +96,22 @@ def _text(salt: Any) -> str:
 class Adapters:
     """What the files of each adapter held when a request first named it. For one thread.
 
-    vLLM loads an adapter once, by its number, and computes with that whatever the files become.
-    (Not so `load_inplace`, of which no connector hears: docs/VLLM.md, Limits.) Its own prefix cache
-    goes by name and path: loaded anew from there, under another number, an adapter is answered from
-    blocks that the one before computed, which must not be stored as its own.
+    vLLM loads an adapter once, by its number, and computes with that even if its files change.
+    (Except with `load_inplace`, of which no connector hears: docs/VLLM.md, Limits.) Its own prefix
+    cache knows an adapter by name and path: one loaded again from there, under another number, is
+    answered from blocks that its predecessor computed, which must not be stored as its own.
     """
 
     def __init__(self, applied: str = "") -> None:
         """applied: how the server applies every adapter (settings.Served.lora)."""
         self._applied = applied.encode()
-        # By number, and by name and path; empty: what vLLM has of it is no longer known.
+        # By number, and by name and path; empty: which files vLLM has of it is no longer known.
         self._first: dict[int | tuple[str, str], bytes] = {}
 
     def digest(self, adapter: Any) -> bytes:
-        """Of a vLLM LoRA request's weights and settings, as they are applied.
+        """A digest of a vLLM LoRA request's weights and settings, as they are applied.
 
-        Raises Unsupported where they cannot be read or are not those first seen, and from then on.
+        Raises Unsupported if they cannot be read or are not those first seen, and from then on.
         """
         path, now = adapter.lora_path, b""
         known: tuple[int, tuple[str, str]] = (adapter.lora_int_id, (adapter.lora_name, path))
@@ -138,7 +138,7 @@ def _adapter(path: str, applied: bytes) -> bytes:
     try:
         folder = Path(path).expanduser()  # as vLLM does
         settings = (folder / "adapter_config.json").read_bytes()
-        files = sorted(folder.glob("adapter_model.*"))  # which one vLLM loads is for it to say
+        files = sorted(folder.glob("adapter_model.*"))  # which one it loads is up to vLLM
         if not files:
             raise BadInput("it holds no adapter_model file")
         return blake2b(applied + settings + weights_of(folder, files), digest_size=32).digest()

@@ -19,11 +19,11 @@ class Life:
         self.n_wanted = 0  # those of them that are admitted: the writer's prompt
         self.n_put = 0
         self.n_waiting = 0  # specs
-        self.waits_since = 0.0  # one of them at least
-        self.dropped = False  # its blocks are another's
+        self.waits_since = 0.0  # since when at least one of them waits
+        self.dropped = False  # its blocks now belong to another
         self.ended = False  # nothing more will be offered
 
     @property
     def waits(self) -> bool:
-        """Whether its blocks are still to be looked at."""
+        """Whether its blocks are still to be read."""
         return self.n_waiting > 0 and not self.dropped

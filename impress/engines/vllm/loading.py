@@ -1,8 +1,8 @@
 """Where a model's files are, and whether they are still those that vLLM has loaded.
 
 A connector is made once the weights are loaded, and names the model by its files as they are then.
-Where others took their place in between, the old weights' KV would get the new ones' name.
-Noticed where layers are of our attention: nothing else of ours is there before the weights are.
+If others took their place in between, the old weights' KV would get the new ones' name. This is
+noticed where layers use our attention: nothing else of ours is there before the weights are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _building: Any = None  # the configuration of the model that was noted last
 
 
 def begins() -> None:
-    """A layer is being built: of the model it belongs to nothing is loaded yet."""
+    """A layer is being built: nothing of the model it belongs to is loaded yet."""
     from vllm.config import get_current_vllm_config_or_none
 
     global _building
@@ -32,7 +32,7 @@ def begins() -> None:
     _building = model
     with suppress(
         BadInput, Unsupported, OSError
-    ):  # not there yet, or not at all: whoever names it says so
+    ):  # not there yet, or not at all: the error comes when it is named
         directory = directory_of(model, config.load_config)
         _began[model.model, model.revision] = directory, stamp_of(directory)
 
@@ -54,7 +54,7 @@ def directory_of(model: Any, load: Any) -> Path:
     if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in (
         "1",
         "true",
-    ):  # then vLLM's is another
+    ):  # vLLM's is then another
         raise Unsupported(
             f"with VLLM_USE_MODELSCOPE {model.model} is not where its name is looked for: give the "
             "directory it was downloaded to"

@@ -10,10 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-#: Tier -> what it is called. Those that a request's rows may come from.
+#: Tier -> its name in texts. These are the tiers that a request's rows may come from.
 _TIERS = {"hbm": "HBM", "dram": "DRAM", "ssd": "the SSD"}
 
-#: Count -> what it says. `vllm:impress_<count>_total` in Prometheus.
+#: Count -> its meaning. `vllm:impress_<count>_total` in Prometheus.
 COUNTS = {
     "requests_exact": "requests served whole prefixes",
     "requests_sparse": "requests served chosen rows of prefixes",

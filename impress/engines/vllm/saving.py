@@ -1,8 +1,8 @@
-"""Storing what vLLM computed, behind its back: one thread that reads blocks and fills writers.
+"""Stores what vLLM computed, in the background: one thread reads blocks and fills writers.
 
     step ends ── offer(spec) ──> | spec | spec | … | ──> thread: blocks -> rows -> writer -> READY
 
-A block that is full does not change while its request holds it, so nothing is copied in a step. A
+A full block does not change while its request holds it, so nothing is copied in a step. A
 finished request keeps its blocks until `WorkerSide.saved` names it; a preempted one is dropped
 before its blocks are written again. Prompts that begin alike are stored one after the other, so
 that what they share is written once.
@@ -37,14 +37,14 @@ log = logging.getLogger("impress")
 
 #: Specs that may wait; more are skipped, since the cache may forget and blocks are scarce.
 MOST_WAITING = 256
-#: Of one put, for write buffers; then the store is refused, and what follows is skipped until a
-#: write ends: each would wait as long, with its blocks held.
+#: Longest wait of one put for write buffers; then the store is refused, and what follows is skipped
+#: until a write ends: each put would wait as long, while its blocks are held.
 _BUFFER_WAIT_S = 5.0
-#: For an earlier store of the same beginning to be READY, or for its request's next chunk or all of
-#: them to come; then what they share is written twice.
+#: Longest wait for an earlier store of the same beginning to be READY, or for its request's next
+#: chunk, or all of them, to come; after it, what they share is written twice.
 _EARLIER_WAIT_S = 10.0
 _FLUSH_S = 120.0
-#: Rows copied at once, and no more of one layer's than take PIECE_BYTES.
+#: Most rows copied at once; one layer's also take no more than PIECE_BYTES.
 _MOST_ROWS = 2048
 
 
@@ -54,8 +54,8 @@ class Saver:
     def __init__(
         self, store: PrefixStore, caches: Sequence[torch.Tensor], layouts: Sequence[Layout]
     ) -> None:
-        """caches: vLLM's KV cache of each layer, with its layout. Raises StoreFailed where no
-        thread can be started."""
+        """caches: vLLM's KV cache of each layer, with its layout. Raises StoreFailed if no thread
+        can be started."""
         self._store = store
         self._caches = caches
         self._layouts = layouts
@@ -68,11 +68,11 @@ class Saver:
         self._uses = Uses(store)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._reading = threading.Lock()  # held while blocks are looked at
+        self._reading = threading.Lock()  # held while blocks are read
         self._closed = False
         self.n_skipped = 0  # requests, or their chunks: too many wait, the disk hangs, an error
         self.n_refused = 0  # stores that the store refused, or that failed
-        self._told: set[str] = set()  # why, so far
+        self._told: set[str] = set()  # reasons logged so far
         self._thread = Worker(self._run, "impress-save")
         try:
             self._thread.start()
@@ -93,7 +93,7 @@ class Saver:
             elif len(self._specs) >= MOST_WAITING:
                 self._skip(life)
                 self._tell(f"{MOST_WAITING} parts of prompts wait already", "skipped")
-            if life.dropped:  # it waits for no turn
+            if life.dropped:  # it has no turn to wait for
                 return
             if not life.n_waiting:
                 life.waits_since = time.monotonic()
@@ -102,8 +102,8 @@ class Saver:
             self._changed.notify_all()
 
     def _hangs(self) -> bool:
-        """Whether the thread is in a call of the store that does not end. All that waits is skipped
-        then: vLLM needs its blocks, and none is being looked at. With the lock held."""
+        """Whether the thread is in a call of the store that does not end. If so, all that waits is
+        skipped: vLLM needs its blocks, and none is being read. With the lock held."""
         if not self._disk.keeps():
             return False
         for life in self._lives.values():
@@ -113,12 +113,12 @@ class Saver:
         return True
 
     def _skip(self, life: Life) -> None:
-        """Nothing of it is read any more; with the lock held."""
+        """Read no more of this life; with the lock held."""
         self.n_skipped += not life.dropped
         life.dropped = True
 
     def _tell(self, why: str, count: str) -> None:
-        """Each reason once, whatever numbers follow it: how often is counted."""
+        """Log each reason once, whatever numbers follow it: a counter says how often."""
         reason = why.split(":")[0]
         if reason not in self._told:
             self._told.add(reason)
@@ -127,7 +127,7 @@ class Saver:
             )
 
     def drop(self, keys: Sequence[str] | None) -> None:
-        """Forget these lives, or (None) all: on return nobody looks at their blocks any more."""
+        """Forget these lives, or (None) all: on return their blocks are no longer read."""
         with self._reading, self._lock:
             for key in self._lives if keys is None else keys:
                 if key in self._lives:
@@ -135,8 +135,8 @@ class Saver:
             self._changed.notify_all()
 
     def give_up(self, keys: Sequence[str]) -> None:
-        """Store no more of these lives: vLLM preempts requests for want of their blocks. On return
-        nobody looks at them any more."""
+        """Store no more of these lives: vLLM preempts requests for lack of their blocks. On return
+        these blocks are no longer read."""
         if not keys:
             return
         with self._reading, self._lock:
@@ -160,17 +160,17 @@ class Saver:
             return self._reading.locked() or any(life.waits for life in self._lives.values())
 
     def end(self, request_id: str) -> None:
-        """Nothing more will come of a request: what is half stored is given up."""
+        """No more of a request will come: what is half stored is given up."""
         with self._lock:
             for key, life in list(self._lives.items()):
                 life.ended = life.ended or life.request_id == request_id
                 over = life.ended and life.dropped and not life.n_waiting
-                if over and life.writer is None:  # a thread that hangs sweeps none of them
+                if over and life.writer is None:  # a hanging thread would not sweep it
                     del self._lives[key]
             self._changed.notify_all()
 
     def ready(self) -> list[tuple[str, int, int]]:
-        """(request, tokens, of them new) of stores that became READY since the last call."""
+        """(request, tokens, new tokens) of stores that became READY since the last call."""
         found = []
         with self._lock:
             for item in list(self._pending):
@@ -233,7 +233,7 @@ class Saver:
                     continue
             try:
                 self._save(spec)
-            except Exception as err:  # whatever it is: those that wait behind it are to be stored
+            except Exception as err:  # whatever it is: those that wait after it are to be stored
                 log.warning("request %s is not stored: %s", spec.request_id, str(err) or repr(err))
                 with self._lock:
                     self._skip(self._lives[spec.key])
@@ -246,8 +246,8 @@ class Saver:
             self._give_up(life)
 
     def _next(self, *, peek: bool = False) -> SaveSpec | None:
-        """The first spec whose beginning nobody else is storing, or that has waited for it long
-        enough: there may be many chunks to come, or, in a pause, none. With the lock held."""
+        """The first spec whose beginning nobody else is storing, or that has waited long enough for
+        that: there may be many chunks to come, or, in a pause, none. With the lock held."""
         for at, spec in enumerate(self._specs):
             life = self._lives[spec.key]
             waited = time.monotonic() - life.waits_since >= _EARLIER_WAIT_S
@@ -266,7 +266,7 @@ class Saver:
             if (life.ended or life.dropped) and not life.n_waiting:
                 try:
                     self._give_up(self._lives.pop(key))
-                except Exception as err:  # as in `_run`: others are to be stored
+                except Exception as err:  # as in `_run`: the others are to be stored
                     log.warning("request %s: %s", life.request_id, str(err) or repr(err))
         return False
 
@@ -283,8 +283,8 @@ class Saver:
             if not self._begin(life, spec):
                 return
         assert life.writer is not None
-        # A window that this step only began waits for its rest: half of one would hold a write
-        # buffer in each layer, for which this thread would then wait itself.
+        # A window that this step only began waits until it is complete: half of one would hold a
+        # write buffer in each layer, and this thread would then wait for buffers itself.
         window = self._store.window
         wanted = min(spec.end, life.n_wanted) // window * window
         while life.n_put < wanted and not life.writer.stored.refused:
@@ -300,14 +300,14 @@ class Saver:
             self._disk.note_full()
 
     def _end_of_put(self, begin: int, wanted: int) -> int:
-        """Where the next put ends: at some _MOST_ROWS, whole windows and whole blocks."""
+        """Where the next put ends: after about _MOST_ROWS, in whole windows and whole blocks."""
         unit, geometry = math.lcm(self._store.window, self._block_size), self._store.geometry
         row_bytes = geometry.k_row_bytes + geometry.v_row_bytes
         n_rows = min(_MOST_ROWS, PIECE_BYTES // row_bytes)
         return min(wanted, (begin // unit + max(1, n_rows // unit)) * unit)
 
     def _begin(self, life: Life, spec: SaveSpec) -> bool:
-        """Open a writer for what is admitted of a spec's prompt; False: nothing of it is."""
+        """Open a writer for the admitted part of a spec's prompt; False: nothing is admitted."""
         life.n_asked = len(spec.prompt.tokens)
         life.n_wanted = self._uses.admitted(life.whole, spec.prompt, self._under_way)
         if not life.n_wanted:
@@ -330,14 +330,14 @@ class Saver:
         return True
 
     def _under_way(self) -> set[str]:
-        """Requests of which more may come, however long it takes."""
+        """Requests that may still bring more, however long it takes."""
         with self._lock:
             return {life.whole for life in self._lives.values()}
 
     def _put(self, life: Life, spec: SaveSpec, begin: int, end: int) -> bool:
-        """Rows begin..end-1 in every layer; False when its blocks are no longer its own."""
+        """Put rows begin..end-1 in every layer; False if the blocks are no longer the life's."""
         assert life.writer is not None
-        # From a block's first row on; rows that are stored are passed over.
+        # From a block's first row on; rows already stored are skipped.
         first = begin // self._block_size
         row = first * self._block_size
         blocks = spec.block_ids[first : -(-end // self._block_size)]
@@ -352,7 +352,7 @@ class Saver:
     def _read(
         self, life: Life, layer: int, block_ids: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Copies of a layer's rows of these blocks; None when they are no longer its own."""
+        """Copies of a layer's rows of these blocks; None when they are no longer the life's."""
         with self._reading:
             if life.dropped:
                 return None

@@ -3,8 +3,8 @@
     new request ─hit?─> blocks allocated ─build_plan─> worker ─StepReport─> hear
                                               finished ─finish─┘
 
-Everything here is lookups in memory and bookkeeping: no call reads or writes a disk, but for a LoRA
-request, whose adapter's files are looked at, and read where no digest of them is kept (keys.py).
+All of it is lookups in memory and bookkeeping: no call reads or writes a disk, except for a LoRA
+request, whose adapter's files are examined, and read if no digest of them is kept (keys.py).
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._late: list[SaveSpec] = []  # of requests that have finished
         self._gone: list[list[int]] = []  # blocks of each that finished since the last plan
-        self._held: dict[str, str] = {}  # finished, their keys; vLLM keeps their blocks until told
+        self._held: dict[str, str] = {}  # finished -> key; vLLM keeps their blocks until told
         self._ended: list[str] = []
         self._dropped: list[str] = []
         self.saving = False  # the worker reads blocks, or has yet to
         self._evicting = False  # the store has let go of something, and will again
         self._reset = ""  # in every key since the cache was reset
         self._n_plans = 0
-        self._heard = 0  # number of the last plan of which a report came back
+        self._heard = 0  # number of the last plan for which a report came back
         self._unheard = Unheard(served.block_size)
-        self._given: dict[str, tuple[int, list[int]]] = {}  # since a plan: its number, blocks
+        self._given: dict[str, tuple[int, list[int]]] = {}  # since a plan: its number, the blocks
         self.kv_cache_manager: Any = None
 
     # ---- a request comes -------------------------------------------------------------------
 
     def add(self, request: Any) -> None:
-        """A request has come: may it be reused, under which policy, with whom may it share?"""
+        """A request has come: may it be reused, under which policy, may others share its blocks?"""
         tracked = self._tracked[request.request_id] = Tracked(request, self._policy_of(request))
         if request.resumable:
             tracked.refused = "its prompt may still change"
         elif request.pooling_params is not None:
             tracked.refused = "it generates nothing"
         if request.lora_request is not None:
-            try:  # even for one that is not to be stored: vLLM loads the adapter for it
+            try:  # even for a request that is not to be stored: vLLM loads the adapter for it
                 self._adapters.digest(request.lora_request)
             except ImpressError as err:
                 tracked.refused = str(err)
@@ -87,7 +87,7 @@ class SchedulerSide:
             _privatise(request)
 
     def _policy_of(self, request: Any) -> Policy:
-        try:  # vLLM asks unguarded: what is raised here ends its engine
+        try:  # vLLM calls this unguarded: an error here ends its engine
             asked = asked_of(request.kv_transfer_params)
             if asked is None:
                 return self._settings.policy
@@ -102,8 +102,8 @@ class SchedulerSide:
         return policy if self._settings.sparse else Exact()  # keep_all: no layer would choose
 
     def _prompt(self, tracked: Tracked, n: int) -> Prompt:
-        """The first n tokens and their names. Raises Unsupported where a key is not known, or no
-        longer true: an adapter's files may change while its request waits."""
+        """The first n tokens and their names. Raises Unsupported if a key is unknown, or no longer
+        true: an adapter's files may change while its request waits."""
         memo = tracked.prompt
         if memo is not None and memo[:2] == (n, self._reset):
             if tracked.request.lora_request is not None:
@@ -117,7 +117,7 @@ class SchedulerSide:
         return memo[2]
 
     def _stored(self, tracked: Tracked) -> int:
-        """Tokens stored of a request that vLLM can take over: whole blocks, one left to compute."""
+        """How many stored tokens vLLM can take over: whole blocks, one token left to compute."""
         n: int = tracked.request.num_tokens
         if tracked.refused or n <= self._unit:
             return 0
@@ -131,7 +131,7 @@ class SchedulerSide:
         return min(found, n - 1) // self._unit * self._unit
 
     def matched(self, request: Any, n_computed: int) -> int:
-        """Tokens that can be loaded beyond those in vLLM's own cache. Pure but for a memo."""
+        """Tokens that can be loaded beyond those in vLLM's own cache. Pure except for a memo."""
         tracked = self._tracked[request.request_id]
         if n_computed and request.prompt_embeds is not None and not tracked.refused:
             tracked.refused = "vLLM's own cache goes by its embeddings' bytes alone"  # keys._meant
@@ -140,7 +140,7 @@ class SchedulerSide:
         return max(hit - n_computed, 0)
 
     def allocated(self, request: Any, n_external: int) -> None:
-        """vLLM has blocks for a request, and takes n_external tokens of the hit."""
+        """vLLM has allocated blocks for a request, and takes n_external tokens of the hit."""
         tracked = self._tracked[request.request_id]
         (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
         self._given[tracked.key] = self._n_plans, list(blocks)
@@ -148,7 +148,7 @@ class SchedulerSide:
         if n_external:
             tracked.to_load = (tracked.hit[0], tracked.hit[0] + n_external)
         if tracked.private:
-            _privatise(request)  # what it publishes from here on is not found, by itself neither
+            _privatise(request)  # what it publishes from now on is not found, not even by itself
 
     # ---- a step ----------------------------------------------------------------------------
 
@@ -164,8 +164,8 @@ class SchedulerSide:
             if tracked.request.num_preemptions != tracked.n_preempted:
                 self._preempted(tracked, plan)
                 comes = tracked.request.request_id in output.num_scheduled_tokens
-                short = short or not (comes or self._has_room(tracked.request))  # as behind a reset
-        if short:  # those of requests that have ended go first
+                short = short or not (comes or self._has_room(tracked.request))  # as after a reset
+        if short:  # saves of ended requests go first
             plan.given_up += self._held.values()
         for request_id, n_new in output.num_scheduled_tokens.items():
             tracked = self._tracked[request_id]
@@ -180,7 +180,7 @@ class SchedulerSide:
         plan.sparse += [tracked.key for tracked in self._tracked.values() if tracked.sparse]
         plan.saves += self._late
         self.saving = self.saving or bool(plan.saves)
-        # Until they are freed: vLLM may be kept from that, though it was told.
+        # Held until they are freed: something may keep vLLM from that, though it was told.
         ids_of = self.kv_cache_manager.get_block_ids
         self._held = {held: key for held, key in self._held.items() if any(ids_of(held))}
         plan.held += self._held
@@ -189,29 +189,29 @@ class SchedulerSide:
             self._events.check(self._view.lookup)
         plan.dropped += self._dropped
         self._late, self._ended, self._dropped, self._gone = [], [], [], []
-        self._given = {}  # at last: what cuts this short leaves them
+        self._given = {}  # last: if this is cut short, they stay
         return plan
 
     def _note_cut(self, output: Any) -> None:
-        """Where vLLM's scheduling was cut short, or a plan was, behind the blocks it gave: they are
-        in vLLM's own cache by then, and nothing was computed or loaded into them.
+        """Note blocks that vLLM gave before its scheduling, or a plan, was cut short: they are in
+        vLLM's own cache by now, and nothing was computed or loaded into them.
 
-        What it had just admitted it does not schedule again; of what ran, its worker never knows
-        these blocks. Such requests have to be aborted.
+        vLLM does not schedule again what it had just admitted; for requests that ran, its worker
+        never learns of these blocks. Such requests have to be aborted.
         """
         now = {self._tracked[request_id].key for request_id in output.num_scheduled_tokens}
         given = self._given.items()
         cut = [ids for key, (number, ids) in given if key not in now or number != self._n_plans]
         cut += self._unknown(output.scheduled_cached_reqs, output.num_scheduled_tokens)
         if cut:
-            self._n_plans += 1  # for the worker, which is to call no later step whole
+            self._n_plans += 1  # for the worker, which then calls no later step whole
             self._unheard.expect(set().union(*cut))
 
     def _unknown(self, running: Any, scheduled: Mapping[str, int]) -> Iterator[list[int]]:
-        """Of running requests the blocks that this step is to fill, and vLLM's worker lacks."""
+        """Blocks of running requests that this step is to fill, and that vLLM's worker lacks."""
         for request_id, new in zip(running.req_ids, running.new_block_ids, strict=True):
             tracked = self._tracked[request_id]
-            if request_id in running.resumed_req_ids:  # it is told of all of them
+            if request_id in running.resumed_req_ids:  # the worker is told of all of them
                 continue
             n_known = tracked.n_blocks + (len(new[0]) if new else 0)
             end = tracked.request.num_computed_tokens + scheduled[request_id]
@@ -220,12 +220,12 @@ class SchedulerSide:
                 yield self._blocks(request_id, end)[n_known:]
 
     def _has_room(self, request: Any) -> bool:
-        """Whether vLLM has as many blocks as a request takes."""
+        """Whether vLLM has as many free blocks as a request takes."""
         wanted: int = -(-request.num_tokens // self._block_size)
         return wanted <= int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _preempted(self, tracked: Tracked, plan: StepPlan) -> None:
-        """Its blocks are another's already. It begins again, maybe in this very step."""
+        """Its blocks already belong to another. It begins again, maybe in this very step."""
         plan.dropped.append(tracked.key)
         tracked.n_preempted = tracked.request.num_preemptions
         tracked.n_saved = 0
@@ -245,7 +245,7 @@ class SchedulerSide:
             policy = None
         tracked.sparse = policy is not None
         assert tracked.prompt is not None, "what was matched in this step was named"
-        prompt = tracked.prompt[2].cut(end)  # not named anew: nothing may raise here
+        prompt = tracked.prompt[2].cut(end)  # not named again: nothing may raise here
         blocks = self._blocks(request.request_id, end)
         plan.loads.append(
             LoadSpec(request.request_id, tracked.key, prompt, first, end, blocks, policy)
@@ -290,7 +290,7 @@ class SchedulerSide:
             return False, None
         self._ended.append(request.request_id)
         self._gone.append(block_ids)
-        # What scheduling that was cut short was to compute or load stands in vLLM's cache already.
+        # What a cut-short scheduling was to compute or load is in vLLM's cache already.
         filled = request.num_computed_tokens
         if tracked.to_load[1]:
             filled = min(filled, tracked.to_load[0])
@@ -301,12 +301,12 @@ class SchedulerSide:
             return False, said
         if not (tracked.refused or tracked.sparse) and self._settings.store_new:
             self._save_late(tracked, block_ids)
-        if tracked.handed:  # refused, lost or not by now: what was handed over is still read there
+        if tracked.handed:  # even if refused or lost by now: what was handed over is still read
             self._held[request.request_id] = tracked.key
         return tracked.handed, said
 
     def _save_late(self, tracked: Tracked, block_ids: list[int]) -> None:
-        """Hand over the whole windows of a request that ends, its answer's among them."""
+        """Hand over the whole windows of a request that ends, its answer's included."""
         end = tracked.request.num_computed_tokens // self._window * self._window
         end = min(end, len(block_ids) * self._block_size)
         if end > max(tracked.n_saved, tracked.n_stored):
@@ -324,7 +324,7 @@ class SchedulerSide:
             if report.stored or report.lost or report.evicted:
                 self._view.refresh()
                 self._evicting |= report.evicted
-                if self._evicting:  # the view may have looked before what went was gone
+                if self._evicting:  # the view may have looked before the eviction
                     self._events.doubt()
             for request_id, what in report.served.items():
                 if request_id in self._tracked:
@@ -337,23 +337,23 @@ class SchedulerSide:
         invalid = set(invalid_block_ids)
         if invalid:
             self._take_back(invalid)
-        self._heard = self._n_plans  # at last: all of it has been done
+        self._heard = self._n_plans  # last: all of it has been done
 
     def _lost(self, tracked: Tracked) -> None:
-        """vLLM computes it again from the first block lost: densely."""
+        """vLLM computes it again from the first block lost, densely."""
         tracked.sparse = False
         tracked.n_saved = 0
         tracked.n_stored = 0
-        if not tracked.private:  # of those nothing was told, and their hashes are nobody's
+        if not tracked.private:  # private ones were not reported; their hashes are nobody's
             self._events.lost(tracked.request, tracked.hit[1])
 
     def _take_back(self, invalid: set[int]) -> None:
         """Let no request build on blocks that were never filled.
 
         vLLM makes the first request that holds such a block compute it again, and lets others that
-        share it go on. Where that takes the first one several steps, they would read it half done;
-        and later requests would find its blocks in the prefix cache. So would they those of a
-        request that was aborted while the step ran.
+        share it go on. If that takes the first one several steps, the others would read it half
+        done; and later requests would find its blocks in the prefix cache. The same holds for the
+        blocks of a request that was aborted while the step ran.
         """
         spoilt: set[int] = set()
         for ids in self._gone:
@@ -376,9 +376,9 @@ class SchedulerSide:
     # ---- the rest --------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Find nothing of what was stored until now: the weights may be others.
+        """From now on find nothing of what was stored before: the weights may be others.
 
-        What is stored from here on is found by this process only.
+        What is stored from now on is found by this process only.
         """
         self._reset = f"|reset:{secrets.token_hex(16)}"
         for tracked in self._tracked.values():
@@ -390,5 +390,5 @@ class SchedulerSide:
 
 
 def _privatise(request: Any) -> None:
-    """Give a request's blocks hashes that no request has, itself included once called again."""
+    """Give a request's blocks hashes that no request has; each call gives new ones."""
     request.block_hashes[:] = [secrets.token_bytes(_HASH_BYTES) for _ in request.block_hashes]

@@ -1,4 +1,4 @@
-"""What an operator sets, and what of a vLLM configuration can be served; all else is refused.
+"""The operator's settings, and which vLLM configurations can be served; all else is refused.
 
 "kv_connector_extra_config": {
     "store": DIR,                                        required
@@ -153,11 +153,11 @@ def policy_of(given: Any) -> Policy:
 def at_least(asked: Policy, floor: Policy) -> bool:
     """Whether a policy is certainly no looser than the floor. Pure.
 
-    Exact and KeepAll are as strict as any; of one kind, more rows or a lower bound are. Not so a
-    larger cap, or none: rows may have room in it where the floor's leaves none, so that all are
-    loaded; nor, under a cap, another order of what goes first. Nor more rows behind Paper's gate:
-    heads that differ in which quarter they want, so that a layer falls back to all rows, may agree
-    on the half.
+    Exact and KeepAll are as strict as any; within one kind, more rows or a lower bound are. A
+    larger cap, or none, is not: rows may fit in it where the floor's leaves no room, so that all
+    are loaded; nor is, under a cap, another order of what goes first. Nor are more rows with
+    Paper's gate: heads that differ in which quarter they want, so that a layer falls back to all
+    rows, may agree on the half.
     """
     if isinstance(asked, Exact | KeepAll):
         return True
@@ -195,12 +195,12 @@ class Served:
 
 
 def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served:
-    """Checks a vLLM configuration. Raises Unsupported or ConfigError with the setting to change."""
+    """Checks a vLLM configuration. Raises Unsupported or ConfigError naming what to change."""
     _check_features(vllm_config, settings)
     spec, names = _one_group(kv_cache_config)
     model = vllm_config.model_config
     config = model.hf_text_config
-    check_files(vllm_config)  # first: of Mistral's own files the config tells no family
+    check_files(vllm_config)  # first: the config in Mistral's own files tells no family
     check_kind(config)
     dtype = str(spec.dtype).removeprefix("torch.")
     if spec.dtype != model.dtype or dtype not in DTYPES:
@@ -216,8 +216,8 @@ def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served
     for policy in (settings.policy, settings.floor):
         check_policy(policy, geometry, settings.config.window)
     namespace = _namespace(vllm_config, settings, dtype)
-    # On the CPU the kernels of vLLM 0.32 number a token without an adapter -1, and take the last of
-    # those they hold for it wherever a step has a request with one.
+    # On the CPU vLLM 0.32's kernels number a token without an adapter -1, and take the last adapter
+    # they hold for it whenever a step has a request with one.
     mixes = vllm_config.lora_config is not None and vllm_config.device_config.device_type == "cpu"
     lora = _lora(vllm_config.lora_config)
     return Served(geometry, namespace, names, spec.block_size, lora, mixes)
@@ -261,8 +261,8 @@ def _check_features(vllm_config: Any, settings: Settings) -> None:
 
 
 def _check_ids() -> None:
-    """Raises Unsupported where an id may come again while a request that had it is being stored:
-    vLLM, which then still has that one, asserts that it has not."""
+    """Raises Unsupported if an id may come again while a request that had it is being stored: vLLM
+    still has that request then, and asserts that it has not."""
     from vllm import envs
 
     if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
@@ -334,14 +334,14 @@ def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
         raise ConfigError(f"vllm: cross_engine does not go with {', '.join(made)}")
     engine = _family(model) + (json.dumps(made, sort_keys=True, default=str) if made else "")
     named = namespace_of(directory, cross_engine=settings.cross_engine, engine=engine, dtype=dtype)
-    check_unchanged(model, directory)  # behind it: what it has read of them counts
+    check_unchanged(model, directory)  # after namespace_of: what it has read of them counts
     return named
 
 
 def _family(model: Any) -> str:
-    """vLLM's engine family, with what computes where that is no class of its own for the type.
+    """vLLM's engine family, with the class that computes if it is not vLLM's own for the type.
 
-    `--model-impl transformers` rounds otherwise. Raises Unsupported for code that no key tells.
+    `--model-impl transformers` rounds differently. Raises Unsupported for code that no key tells.
     """
     remote = model.trust_remote_code and getattr(model.hf_config, "auto_map", None)
     if remote and model.using_transformers_backend():
@@ -354,9 +354,9 @@ def _family(model: Any) -> str:
 
 
 def _lora(config: Any) -> str:
-    """What of a server's LoRA settings decides what an adapter computes; "" for none."""
+    """Those of a server's LoRA settings that decide what an adapter computes; "" for none."""
     if config is None:
         return ""
-    modules = config.target_modules  # none at all is not all of them
+    modules = config.target_modules  # an empty list is not None, which is all
     modules = None if modules is None else sorted(set(modules))
     return json.dumps([modules, str(config.lora_dtype)])

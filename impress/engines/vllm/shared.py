@@ -1,10 +1,10 @@
-"""Stores of this process, one each directory: vLLM's two sides may live in one process or two.
+"""This process's stores, one per directory: vLLM's two sides may live in one process or two.
 
-A store here is one model's, as the directory is not: another model wants a directory of its own.
+A store here serves one model, though a directory may hold more: another model needs its own.
 
 one process     the worker's store is the scheduler's too: what was stored is found at once
 two processes   the scheduler has a reader of its own (mode "r"), which follows every shard's log
-                behind its back, and at once when the worker says that something was stored or
+                in the background, and at once when the worker says that something was stored or
                 lost; what it does not know yet makes misses and load errors, never a wrong answer
 """
 
@@ -32,17 +32,17 @@ log = logging.getLogger("impress")
 Opener = Callable[[], PrefixStore]
 
 _stores: dict[Path, tuple[PrefixStore, int]] = {}
-_closing: list[PrefixStore] = []  # and those that Ctrl-C kept from it
+_closing: list[PrefixStore] = []  # and those whose closing Ctrl-C cut off
 _lock = threading.Lock()
 
 
 def opened(
     path: Path, geometry: Geometry, namespace: bytes, config: Config, *, store_new: bool
 ) -> PrefixStore:
-    """A worker's store of a directory, for writing or to be read only. Raises what
-    `PrefixStore.open` does; where there is nothing to read yet, with what vLLM has to be told.
+    """A worker's store of a directory, for writing or read-only. Raises what `PrefixStore.open`
+    does; if there is nothing to read yet, its message says what to tell vLLM.
 
-    Effects: logs a port of metrics that it was left to choose.
+    Effects: logs the metrics port, if the choice was left to the store.
     """
     try:
         store = PrefixStore.open(path, geometry, namespace, config, "rw" if store_new else "r")
@@ -53,7 +53,7 @@ def opened(
             f'{path}: nothing is stored here yet, and "store_new": false stores nothing: start the '
             "server that writes first, or mend kv_connector_extra_config.store"
         ) from None
-    if config.metrics_port == 0:  # a warning: of loggers but its own vLLM shows no less
+    if config.metrics_port == 0:  # a warning: from loggers not its own vLLM shows no less
         log.warning("%s: metrics at http://127.0.0.1:%d/metrics", path, store.metrics_port)
     return store
 
@@ -63,7 +63,7 @@ def acquire(
 ) -> PrefixStore | None:
     """This process's store of a directory, opened if need be; None if there is none to share.
 
-    Every acquire wants a release. Raises StoreMismatch where it is another model's, and what
+    Every acquire needs a release. Raises StoreMismatch if the store is another model's, and what
     `opener` does.
     """
     where = path.resolve()
@@ -87,7 +87,7 @@ def acquire(
 def release(path: Path) -> None:
     """The last release closes the store: what is queued is finished first.
 
-    Nothing where none is held: at the end of a process vLLM shuts down after `_close_all`.
+    Does nothing if no store is held: at the end of a process vLLM shuts down after `_close_all`.
     """
     where = path.resolve()
     with _lock:
@@ -103,9 +103,9 @@ def release(path: Path) -> None:
 
 
 def _end(store: PrefixStore) -> None:
-    """Close it, which the next call finishes where it is cut off."""
+    """Close a store; if that is cut off, the next call finishes it."""
     store.close()
-    with _lock, suppress(ValueError):  # another thread's
+    with _lock, suppress(ValueError):  # another thread removed it
         _closing.remove(store)
 
 
@@ -113,7 +113,7 @@ def _end(store: PrefixStore) -> None:
 def _close_all() -> None:
     """A process that ends without shutting vLLM down still finishes its stores.
 
-    Savers have ended by then: what is registered last, as they are, is called first.
+    Savers have ended by then: they are registered later, and the last registered is called first.
     """
     with _lock:
         left = [*(store for store, _ in _stores.values()), *_closing]
@@ -121,7 +121,7 @@ def _close_all() -> None:
     for store in left:
         try:
             _end(store)
-        except Exception:  # the others are to be closed as well
+        except Exception:  # the others must be closed as well
             log.exception("a store could not be closed")
 
 
@@ -148,7 +148,7 @@ class View:
             except MediumError as err:
                 self.close()
                 raise StoreFailed(str(err)) from None
-            self._thread = thread  # at last: `close` joins it
+            self._thread = thread  # last: `close` joins it
 
     @property
     def shared(self) -> bool:
@@ -161,7 +161,7 @@ class View:
         return self.shared or self._n_renewed == self._n_asked
 
     def lookup(self, tokens: Any, extra: Mapping[int, bytes], tenant: str) -> int:
-        """Tokens of this prompt that are stored, in whole windows; 0 where nothing can be seen."""
+        """Tokens of this prompt that are stored, in whole windows; 0 if nothing can be seen."""
         store = self._shared or self._own
         return store.lookup(tokens, extra, tenant) if store is not None else 0
 
@@ -171,7 +171,7 @@ class View:
         self._asked.set()
 
     def close(self) -> None:
-        """Idempotent, also where it was cut off."""
+        """Idempotent, even if a call was cut off."""
         is_first, self._closed = not self._closed, True
         if is_first and self._shared is not None:
             release(self._path)
@@ -192,7 +192,7 @@ class View:
             self._n_renewed = asked
 
     def _renew(self) -> None:
-        """Take over what has changed. Never raises: a view that is behind makes misses."""
+        """Take over what has changed. Never raises: a view that lags behind makes misses."""
         try:
             if self._own is None:
                 self._own = self._opened()

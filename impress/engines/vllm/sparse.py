@@ -1,15 +1,15 @@
-"""Sparse requests inside vLLM: each layer brings rows of the stored prefix by its own query.
+"""Sparse requests inside vLLM: each layer reads the rows of the stored prefix its query chooses.
 
 vLLM counts the whole prefix, n tokens, as computed: positions are right, and its blocks are there.
-In layer l only k_l of its rows are, in the first places, and everything after follows at once:
+In layer l only k_l of its rows are there, in the first places, and all else follows directly:
 
     vLLM's slots     | 0 … n−1: the prefix          | n … : new rows as vLLM would lay them |
     what layer l has | k_l rows | new rows … |        (spare)
 
-New rows are written twice, by vLLM to its slots and here behind the k_l; the latter is what the
-kernel reads. A new row's compact place is never behind vLLM's, and both are the request's own, so
-neither write can hurt. What is computed on such a prefix is approximate: the scheduler's side gives
-these blocks hashes that nobody looks for, and nothing of them is stored.
+New rows are written twice, by vLLM to its slots and here after the k_l rows; the kernel reads the
+latter. A new row's compact place is never after vLLM's, and both belong to the request, so neither
+write can do harm. What is computed on such a prefix is approximate: the scheduler's side gives
+these blocks hashes that nobody looks for, and nothing in them is stored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SparseRequest:
     """A request whose layers choose once, in its prefill, and keep what they chose."""
 
     def __init__(self, store: PrefixStore, spec: LoadSpec) -> None:
-        """Starts reading what does not depend on the query. `lost` says why nothing can be read."""
+        """Starts reading what needs no query. `lost` says why, if nothing can be read."""
         assert spec.policy is not None
         self.spec = spec
         self.lost = ""
@@ -60,7 +60,7 @@ class SparseRequest:
     def choose(
         self, layer: int, query: torch.Tensor, new_keys: torch.Tensor, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v [n_kv_heads, m, head_dim] of a layer, in any order; no row once it is lost.
+        """Chosen k, v [n_kv_heads, m, head_dim] of a layer, in any order; no rows once it is lost.
 
         query [n_heads, q, head_dim] after RoPE; new_keys [n_kv_heads, q, head_dim].
         """
@@ -78,12 +78,12 @@ class SparseRequest:
         return k, v
 
     def let_go(self, layer: int) -> None:
-        """What was chosen of a layer has been copied."""
+        """A layer's chosen rows have been copied."""
         if self._session is not None:
             self._session.let_go(layer)
 
     def give_up(self, reason: str) -> None:
-        """No layer gets any rows of it from now on."""
+        """No layer gets any rows of the prefix from now on."""
         self.lost = reason
         self.close()
 
@@ -123,7 +123,7 @@ class SparseSide:
         self._by_block[spec.block_ids[0]] = request
 
     def keep(self, keys: Sequence[str]) -> None:
-        """Forget all others: they are no more, or begin again, and their blocks are not theirs."""
+        """Forget all others: they have ended, or begin again, and their blocks are not theirs."""
         kept = set(keys)
         for block, request in list(self._by_block.items()):
             if request.spec.key not in kept:
@@ -131,7 +131,7 @@ class SparseSide:
                 del self._by_block[block]
 
     def finish_step(self) -> list[SparseRequest]:
-        """Those that began in this step, with nothing left open; lost ones are forgotten."""
+        """Requests that began in this step, now closed; lost ones are forgotten."""
         fresh, self._fresh = self._fresh, []
         self._batch = None
         for request in fresh:
@@ -176,7 +176,7 @@ class SparseSide:
             try:
                 layout.load(self._caches[layer], k, v, slots)
                 request.let_go(layer)
-            except torch.OutOfMemoryError:  # of what a device has beside vLLM's share
+            except torch.OutOfMemoryError:  # device memory beside vLLM's share
                 request.give_up("shortage")
                 n_chosen = request.n_rows[layer] = 0
         return n_chosen

@@ -27,7 +27,7 @@ class Prompt:
     tenant: str
 
     def cut(self, end: int) -> Prompt:
-        """Its first tokens, up to `end`: a whole number of blocks, as these have names."""
+        """Its first tokens, up to `end`: a whole number of blocks, since names are per block."""
         extra = {at: key for at, key in self.extra.items() if at < end}
         return Prompt(self.tokens[:end], extra, self.tenant)
 
@@ -52,8 +52,8 @@ class LoadSpec:
 class SaveSpec:
     """Rows up to `end` of a prompt are computed after this step: store them in the background.
 
-    `key` is the request, its number and how often it was preempted: blocks of one life are not
-    another's, be it of a request with the same id.
+    `key` is the request, its number and how often it was preempted: one life's blocks are not
+    another's, even of a request with the same id.
     """
 
     request_id: str
@@ -70,14 +70,14 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # the base is untype
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)  # keys whose blocks are no longer theirs
-    given_up: list[str] = field(default_factory=list)  # keys of finished ones: blocks are short
+    given_up: list[str] = field(default_factory=list)  # keys of finished requests: blocks are short
     held: list[str] = field(default_factory=list)  # finished requests whose blocks wait for saves
-    ended: list[str] = field(default_factory=list)  # requests that are no more, or begin anew
+    ended: list[str] = field(default_factory=list)  # requests that have ended, or begin again
     sparse: list[str] = field(default_factory=list)  # keys of all whose blocks hold chosen rows
     n_tokens: int = 0  # scheduled in this step
     number: int = 0  # of this step, from 1
-    heard: int = 0  # number of the last step of which the scheduler's side had a report
-    unfilled: set[int] = field(default_factory=set)  # blocks of loads that nobody heard of
+    heard: int = 0  # number of the last step that the scheduler's side had a report of
+    unfilled: set[int] = field(default_factory=set)  # blocks of loads that no report came of
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the base i
     saving: bool = False  # blocks are still to be read
 
     def aggregate(self, other: StepReport) -> StepReport:
-        """One report of two workers."""
+        """Two workers' reports as one."""
         return StepReport(
             {**self.stored, **other.stored},
             [*self.lost, *other.lost],

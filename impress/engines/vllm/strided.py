@@ -1,8 +1,8 @@
-"""Between a KV cache that any stride describes, such as CUDA's, and a store's planes.
+"""Moves rows between a KV cache that strides describe, such as CUDA's, and a store's planes.
 
     store   rows of a layer, token-major               k, v [n_kv_heads, m, head_dim], host memory
-    vLLM    one view a layer [blocks, n_kv_heads, block_size, 2·head_dim], of whichever order lies
-            beneath (vLLM calls it NHD, HND, …); a row is a head's key, then its value
+    vLLM    one view a layer [blocks, n_kv_heads, block_size, 2·head_dim], whatever its order in
+            memory (vLLM calls it NHD, HND, …); a row is a head's key, then its value
 
 On CUDA rows travel through pinned memory on two streams of their own:
 
@@ -24,21 +24,21 @@ import torch
 
 from impress.errors import Unsupported
 
-#: Most bytes of a piece. Two are under way at most, in pinned memory and again on the device. A
-#: save reads no more at once, which is on the device twice.
+#: Most bytes of a piece. At most two are under way, in pinned memory and again on the device. A
+#: save reads no more than this at once, which is on the device twice.
 PIECE_BYTES: Final = 16 << 20
 _N_PIECES: Final = 2
 
 
 class Streams:
-    """Copies between host and device, beside what vLLM computes. Loads for one thread."""
+    """Copies between host and device, alongside what vLLM computes. Loads: for one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._loads: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._reads: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._under_way: deque[Any] = deque()  # of loads: events, oldest first
-        self._computed: Any = None  # the event behind the last step
+        self._computed: Any = None  # the event after the last step
 
     def begin(self) -> None:
         """A step begins: its loads come after all that was launched before it."""
@@ -49,9 +49,9 @@ class Streams:
         self._computed = torch.cuda.current_stream(self._device).record_event()
 
     def load(self, layout: StridedLayout, kv_cache: torch.Tensor, rows: Rows) -> None:
-        """Host rows into their slots; what is launched from now on sees them there.
+        """Load host rows into their slots; what is launched from now on sees them there.
 
-        Raises torch.OutOfMemoryError, some of them perhaps on their way.
+        Raises torch.OutOfMemoryError, with some of them perhaps already on their way.
         """
         compute = torch.cuda.current_stream(self._device)
         if torch.are_deterministic_algorithms_enabled():
@@ -65,7 +65,7 @@ class Streams:
                     k, v, slots = (self._up(tensor) for tensor in piece)
                     layout.write(kv_cache, k, v, slots)
                     self._under_way.append(self._loads.record_event())
-        finally:  # also where memory ended midway: what is computed into these slots comes later
+        finally:  # even if memory ran out midway: what is computed into these slots comes later
             compute.wait_stream(self._loads)
 
     def _up(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Streams:
         return pinned_like(tensor).copy_(tensor).to(self._device, non_blocking=True)
 
     def read(self, layout: StridedLayout, kv_cache: torch.Tensor, blocks: Sequence[int]) -> Any:
-        """Copies of blocks in host memory: k, v, as StridedLayout.read."""
+        """Copies of blocks in host memory: k, v, as from StridedLayout.read."""
         with torch.cuda.stream(self._reads):
             self._reads.wait_event(self._computed)
             there = layout.rows(kv_cache, torch.tensor(blocks).to(self._device))
@@ -83,13 +83,13 @@ class Streams:
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory that a device copies from and to by itself, of the same shape and strides.
+    """Host memory of the same shape and strides, which a device copies from and to by itself.
 
     Raises torch.OutOfMemoryError.
     """
     try:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
-    except RuntimeError as err:  # of the driver: torch has no class for it
+    except RuntimeError as err:  # from the driver: torch has no class for it
         raise torch.OutOfMemoryError(f"no pinned memory: {err}") from None
 
 
@@ -102,7 +102,7 @@ class Rows:
     slots: torch.Tensor
 
     def pieces(self, most_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """In order, none larger than most_bytes unless it is a single row. Pure."""
+        """Pieces in order, none larger than most_bytes unless it is a single row. Pure."""
         n_heads, m, dim = self.k.shape
         step = max(1, most_bytes // (2 * n_heads * dim * self.k.element_size()))
         for first in range(0, m, step):
@@ -121,7 +121,7 @@ class StridedLayout:
 
     @classmethod
     def of(cls, kv_cache: torch.Tensor, streams: Streams | None) -> StridedLayout:
-        """Of a cache [blocks, n_kv_heads, block_size, 2·head_dim]. Raises Unsupported."""
+        """For a cache [blocks, n_kv_heads, block_size, 2·head_dim]. Raises Unsupported."""
         if kv_cache.ndim != 4 or kv_cache.shape[3] % 2 or kv_cache.stride(3) != 1:
             raise Unsupported(
                 f"vLLM's KV cache {tuple(kv_cache.shape)}, strides {kv_cache.stride()}, is not "
@@ -133,7 +133,7 @@ class StridedLayout:
     def load(
         self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """See blocks.Layout, of `write` and `read` too."""
+        """See blocks.Layout, for `write` and `read` too."""
         if self.streams is None:
             self.write(kv_cache, k, v, slots)
         else:

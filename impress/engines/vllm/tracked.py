@@ -13,7 +13,7 @@ from impress.policy import Policy
 
 #: What an answer says of its error.
 _MASSES = ("estimated_missing_mass", "missing_mass_worst_head")
-#: Of requests, whatever their ids are.
+#: Numbers of requests, whatever their ids are.
 _numbers = itertools.count()
 
 
@@ -27,7 +27,7 @@ class Tracked:
         self.refused = ""  # why neither read nor stored
         self.private = False  # no other request may share its blocks
         self.sparse = False  # its blocks hold chosen rows
-        self.hit = (0, 0)  # as last asked: tokens in vLLM's own cache, in all
+        self.hit = (0, 0)  # as last asked: tokens in vLLM's own cache, and in all
         self.to_load = (0, 0)  # rows first..end-1, due in the next plan
         self.n_stored = 0  # tokens the store is known to hold
         self.n_saved = 0  # tokens handed over for saving
@@ -36,7 +36,7 @@ class Tracked:
         self.n_blocks = 0  # that vLLM's worker has been told of
         self.served: dict[str, Any] = {}  # what was read since it began, or was preempted
         self.served_before: dict[str, Any] = {}  # for tokens that came before that
-        self.n_before = 0  # of its answer
+        self.n_before = 0  # tokens of its answer then
         self.prompt: tuple[int, str, Prompt] | None = None  # memo: its length, the reset's mark
         self._tokens: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
@@ -48,7 +48,7 @@ class Tracked:
 
     @property
     def key(self) -> str:
-        """Of its blocks until it is preempted. No other request ever has it."""
+        """Names its blocks until it is preempted. No other request ever has it."""
         return f"{self.request.request_id}#{self._number}.{self.n_preempted}"
 
     @property

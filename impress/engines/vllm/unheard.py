@@ -1,4 +1,4 @@
-"""What steps loaded of which no report came: a step that was cut short may have loaded none of it.
+"""What steps without a report were to load: a step that was cut short may have loaded none of it.
 
 vLLM counts what it has planned as done, and finds it in its own cache from then on.
 """
@@ -19,12 +19,12 @@ class Unheard:
         self._blocks: set[int] = set()  # loaded by the last plan, or held since one not heard of
 
     def expect(self, blocks: set[int]) -> None:
-        """These were to be filled, and the plan that was to say so did not come about."""
+        """These were to be filled, but the plan that was to say so did not come about."""
         self._blocks |= blocks
 
     def note(self, plan: StepPlan, requests: Iterable[Any], manager: Any) -> list[str]:
-        """Of a plan with its loads: it tells as not filled what earlier loads were to fill, where
-        nobody heard that they did, and a request builds on it. The ids of these requests.
+        """Mark in a plan with its loads, as not filled, blocks that earlier loads were to fill, if
+        no report said so and a request builds on them. Returns the ids of these requests.
 
         manager: vLLM's, of KV blocks.
         """
@@ -33,7 +33,7 @@ class Unheard:
         if plan.heard == plan.number - 1:
             self._blocks = fills
             return []
-        # What was computed on those blocks, too, whoever has them by now: nobody else is to.
+        # What was computed on those blocks too, whoever has them by now: nobody else is to find it.
         manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
         found = []
         for request in requests:

@@ -1,7 +1,7 @@
-"""How much of a prompt is admitted to the store: no part of one request is a second use of another.
+"""How much of a prompt the store admits: no part of a request is a second use of another part.
 
 A request comes to be stored again with its answer, or after it was preempted, and with each of its
-answers where it has several. What it noted itself does not count as used before.
+answers if it has several. Windows that it noted itself do not count as used before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from impress.engines.vllm.step import Prompt
 from impress.store import PrefixStore
 
-#: Requests of which it is remembered what they noted first.
+#: How many requests have their first notes remembered.
 _MOST_NOTED = 4096
 
 
@@ -23,16 +23,16 @@ class Uses:
         self._noted: dict[str, set[tuple[int, int]]] = {}  # request -> its first new windows
 
     def admitted(self, request: str, prompt: Prompt, under_way: Callable[[], set[str]]) -> int:
-        """Tokens to be stored by Config.admit, which notes this use of each window.
+        """Tokens to store according to Config.admit; this use of each window is noted.
 
-        `under_way`: requests of which more may come, and which are therefore not forgotten.
+        `under_way`: requests that may bring more, and are therefore not forgotten.
         """
         tokens, window = prompt.tokens, self._store.window
         if self._store.config.admit == "first":
             return len(tokens)
         found = self._store.admitted(tokens, prompt.extra, prompt.tenant)
         noted = self._noted.setdefault(request, set())
-        # A mark is where new windows begin, and what the prompt is up to the end of the first.
+        # A mark is where new windows begin, and the prompt up to the end of the first.
         marks = {at: hash(tokens[: at + window].tobytes()) for at in {found, *dict(noted)}}
         admitted = min([found, *(at for at, _ in marks.items() & noted)])
         noted.add((admitted, marks[admitted]))

@@ -1,9 +1,9 @@
-"""The worker's side: rows into vLLM's blocks before each layer needs them, and back out behind it.
+"""The worker's side: rows into vLLM's blocks before each layer needs them, and back out after it.
 
     start ── lease, first layers on their way ──> layer 0 … n: wait, write ──> finish: release, save
 
 Loads last one step: whatever ends the step ends them. A lease that is shorter than what was
-promised, or a read that is lost, is told as load errors: vLLM computes those blocks again.
+promised, or a read that is lost, is reported as load errors: vLLM computes those blocks again.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ class WorkerSide:
         self._held: set[str] = set()
         self._report = StepReport()
         self._n_gone = self._gone()
-        self._unstored: Counter[str] = Counter()  # by why, as last counted
+        self._unstored: Counter[str] = Counter()  # by reason, as last counted
 
     # ---- a step ----------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
         """First thing in a step, before any block is written."""
         if self.saver is not None:  # before all that may fail: these blocks are others' already
-            # So are those of a plan that was lost on its way here, and which they are is not known.
+            # So are those of a plan that was lost on its way here, but which ones is not known.
             self.saver.drop(plan.dropped if plan.number == self._begun + 1 else None)
-        if plan.heard != plan.number - 1:  # vLLM does not know what was done of it
+        if plan.heard != plan.number - 1:  # vLLM does not know how much of it was done
             self._cut_short()
         self._begun = plan.number
         self._end_loads()  # of a step that an error cut short
-        self._invalid = set(plan.unfilled)  # and of what it lost, that is all that matters by now
+        self._invalid = set(plan.unfilled)  # of what it lost, only these still matter
         self.sparse.keep(plan.sparse)
         self._held = set(plan.held)
         self._ran = -1
@@ -103,12 +103,12 @@ class WorkerSide:
         self.exact.begin()
 
     def wait_for_layer(self, name: str) -> None:
-        """On return a layer's rows stand in their blocks, or their loss is noted."""
+        """On return a layer's rows are in their blocks, or their loss is noted."""
         layer = self.layer_of[name]
         self.exact.write(layer, self.caches[layer], self.layouts[layer])
 
     def note_layer(self, name: str) -> None:
-        """A layer's attention has run, or was launched: its new rows stand in their blocks."""
+        """A layer's attention has run, or was launched: its new rows are in their blocks."""
         self._ran = self.layer_of[name]
 
     def finish(self) -> None:
@@ -120,24 +120,24 @@ class WorkerSide:
             return
         if self._is_whole(self._plan):
             for spec in self._plan.saves:
-                # Whoever shares a block that was not filled has computed nonsense on it.
+                # A request that shares a block that was not filled has computed nonsense on it.
                 if self._invalid.isdisjoint(spec.block_ids):
                     self.saver.offer(spec)
         else:
             self.saver.drop([spec.key for spec in self._plan.saves])
         for request_id in self._plan.ended:
             self.saver.end(request_id)
-        self.saver.give_up(self._plan.given_up)  # behind what the same plan has them store
+        self.saver.give_up(self._plan.given_up)  # after what the same plan has them store
         if not self._plan.n_tokens and (self._held or self.saver.reads()):
             self.saver.pause(_IDLE_S)
 
     def _is_whole(self, plan: StepPlan) -> bool:
         """Whether this step and all before it have computed what their plans say.
 
-        An error or a signal ends a step anywhere. vLLM then comes to `finish` all the same (it is
-        in a `finally`), or not at all, or it does not hear what the step has to report; it counts
-        the step's tokens as computed, and finds their blocks in its own cache. So what it computes
-        from then on may stand on rows that are none.
+        An error or a signal may end a step anywhere. vLLM then still comes to `finish` (it is in a
+        `finally`), or does not, or does not hear what the step has to report; it counts the step's
+        tokens as computed, and finds their blocks in its own cache. So what it computes from then
+        on may build on rows that were never filled.
         """
         if plan.number == self._n_whole + 1 and (
             not plan.n_tokens or self._ran == len(self.caches) - 1
@@ -192,7 +192,7 @@ class WorkerSide:
         if mode == "sparse":
             fell_back = sum(bool(line.get("fell_back")) for line in report.per_layer)
             self.counts["fallback_layers"] += fell_back
-            # An estimate that there is none of is NaN, which JSON has no word for.
+            # A missing estimate is NaN, which JSON has no word for.
             said |= {name: None if isnan(sums[name]) else sums[name] for name in _SPARSE_SUMS}
         self._report.served[spec.request_id] = said
 
@@ -207,8 +207,8 @@ class WorkerSide:
     # ---- what vLLM asks after a step -------------------------------------------------------
 
     def saved(self) -> set[str]:
-        """Finished requests whose blocks may go. Where vLLM does not hear of them, as an error cut
-        the step short, the next plan names them again."""
+        """Finished requests whose blocks may be freed. If vLLM does not hear of them, because an
+        error cut the step short, the next plan names them again."""
         return {
             request_id
             for request_id in self._held
@@ -237,7 +237,7 @@ class WorkerSide:
         return report
 
     def _gone(self) -> int:
-        """Spans that the store let go of by itself, so far."""
+        """How many spans the store let go of by itself, so far."""
         return sum(self.store.counters[name] for name in _GONE)
 
     def take_counts(self) -> dict[str, int]:
