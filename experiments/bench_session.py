@@ -41,7 +41,7 @@ POLICIES: Final[tuple[Policy, ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Keys in both layouts, a query whose heads look hard at some tokens, and what they need."""
+    """A layer's keys, a query whose heads look hard at some tokens, and what they need."""
 
     geometry: impress.Geometry
     keys: torch.Tensor  # [heads, n, dim], token-major memory

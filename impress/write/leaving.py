@@ -298,7 +298,7 @@ class Leaving:
         """Those of one's own leave the index."""
         mine = [span for span in spans if span in self._catalog.own]
         if mine and self.committer is not None:
-            with suppress(StoreFailed):  # closed: nobody finds them again, and the next open does
+            with suppress(StoreFailed):  # closed: only the next open would find them again
                 self.committer.delete(mine)
 
     def spoil(self, spans: Iterable[int]) -> None:

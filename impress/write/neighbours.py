@@ -145,7 +145,7 @@ class Unread:
 def _holds_any(shard: Shard) -> bool:
     try:
         return bool(segment_paths(shard.segments))
-    except OSError:  # another user's, say: that is for it to tell
+    except OSError:  # it may belong to another user: opening it will say so
         return True
 
 
