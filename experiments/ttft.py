@@ -59,12 +59,16 @@ def cells(options: Options) -> list[Cell]:
         if name == "in_a_row":  # whole rows
             n += -n % max(values)
         planned += [(f"{name} {value}", n, {name: value}) for value in values]
-    found = [check_cell(verdict)]
+    found, left_out = [check_cell(verdict)], list[tuple[str, Unable]]()
     for label, n, factors in planned:
         try:
             found.append(cell(plan, label, n, **factors, **only))
         except Unable as err:
-            console.print(f"{label} is left out: {err}")
+            left_out.append((label, err))
+    if len(left_out) == len(planned):
+        raise left_out[0][1]
+    for label, why in left_out:
+        console.print(f"{label} is left out: {why}")
     return found
 
 

@@ -175,6 +175,15 @@ def test_cells_of_two_cards_are_two_cells(tmp_path: Path, monkeypatch: pytest.Mo
     assert found[0] | {"device": "NVIDIA H200"} == found[1] != found[0]
 
 
+def test_a_cell_that_does_not_fit_does_not_keep_others_from_being_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """20 prefixes of Llama-3-8B fit, and were refused because so many of the base cell's do not."""
+    found = [cell.params.get("cell") for cell in ttft.cells(_options(tmp_path, prefixes=20))]
+    assert found == [None, "shape llama-3-8b"]
+    assert "base is left out: --prefixes 20: 5 fit" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [({"requests": 39}, "--requests: at least 40"), ({"systems": "as,foo"}, "'foo' is none of rec"),
