@@ -108,7 +108,7 @@ class QuantisedStore:
         layout = SpanLayout.of(self.geometry, self._window, n_windows)
         slot = self.ssd.reserve(layout.data_bytes)
         if slot is None:
-            raise Unable(f"{self.ssd}: no room on the disk")
+            raise Unable(f"{self.ssd.folder}: no room on the disk")
         nothing = Extent(0, 0, 0)
         record = SpanRecord(
             number, b"", b"", b"", b"", 0, n_windows, self._window, nothing, slot.parts
