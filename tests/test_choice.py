@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from time import perf_counter
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from test_engine_hf import CONFIG
 import impress
 from impress.engines import hf, hf_output
 from impress.engines.choice import Rates, decide, forced
-from impress.engines.costs import MODES, Fit, Stored
+from impress.engines.costs import KNOWN, MODES, Fit, Span, Stored
 from impress.engines.hf_mode import Modes
 from impress.policy import Exact, Paper, Recency
 
@@ -112,6 +113,17 @@ def test_one_stall_is_not_believed_and_a_disk_that_stays_slow_is():
     assert fit.seconds((1, 100)) == pytest.approx(50.0, rel=0.15)
 
 
+def test_the_first_sample_of_all_counts_for_little_once_there_is_another():
+    """The first read of a process met a disk that stood still: prefixes that lay in no cache were
+    recomputed a hundred times, at what it takes to read two of them."""
+    fit = Fit(3)
+    fit.note((1, 100, 100), 8.0)
+    assert fit.seconds((1, 100, 100)) == pytest.approx(8.0)
+    for most in (2.1, 1.6, 1.4):
+        fit.note((1, 100, 100), 1.0)
+        assert fit.seconds((1, 100, 100)) < most
+
+
 # --- deciding -------------------------------------------------------------------------------------
 
 
@@ -203,6 +215,66 @@ def test_a_prefix_in_the_caches_is_read_and_one_at_home_recomputed():
         rates.note_read("exact", stored(990, cold_bytes=cold), 0.5 + cold / 250)
     modes = [rates.choose("exact", 1000, stored(990, cold_bytes=c)).mode for c in (0, 1000, 100)]
     assert modes == ["exact", "recompute", "exact"]
+
+
+@pytest.mark.parametrize("own", ["exact", "sparse"])
+def test_a_cold_prefix_that_is_asked_for_again_is_read_though_recomputing_is_quicker(own):
+    """Where one cold read takes longer than recomputing, nothing was read after a restart: prefixes
+    asked for all the time lay in no cache, and were recomputed at three times what it takes to
+    read them from there."""
+    rates, modes, cold = Rates(), [], dict.fromkeys((b"hot", b"too"), 1000)
+    rates.note_forward("recompute", 1000, 0.47)
+    rates.note_forward("exact", 10, 0.01)
+    for _ in range(KNOWN):
+        rates.note_read(own, stored(990), 0.6)
+    for key in [b"hot", b"too"] * 40:
+        prefix = replace(stored(990, cold_bytes=cold[key]), spans=(Span(key, 1000),))
+        choice = rates.choose(own, 1000, replace(prefix, cache_bytes=4000))
+        modes.append(choice.mode if "measured again" not in choice.why else "")
+        if choice.mode != "recompute":
+            rates.note_read(choice.mode, prefix, 0.6 if cold[key] else 0.15)
+            cold[key] = 0
+    assert modes[:2] == ["recompute"] * 2  # nobody had asked for them before
+    assert own in modes[2:6]
+    assert modes[8:].count("recompute") == 0 and modes.count("") < 8
+
+
+def test_a_cold_prefix_that_never_stays_in_the_caches_is_not_read_for_that_each_time():
+    rates, modes = Rates(), []
+    prefix = replace(stored(990), spans=(Span(b"x", 1000),), cache_bytes=4000)
+    rates.note_forward("recompute", 1000, 0.47)
+    for _ in range(KNOWN):
+        rates.note_read("exact", prefix, 0.6)
+    for _ in range(200):
+        choice = rates.choose("exact", 1000, prefix)
+        modes.append(choice)
+        if choice.mode == "exact":
+            rates.note_read("exact", prefix, 0.6)
+    read = [choice.why for choice in modes if choice.mode == "exact"]
+    assert 4 <= sum("to lie in the caches" in why for why in read) <= 8  # of 200
+    assert len(read) <= 16
+
+
+def test_only_a_habit_of_reading_everything_is_told_to_the_caches():
+    """What was read whole to measure it, or because it happened to lie there, stayed whole in the
+    caches at the cost of others' chosen rows; and was so read whole again."""
+    rates = Rates()
+    prefix = replace(stored(990, cold_bytes=0), spans=(Span(b"x", 1000),), cache_bytes=4000)
+    rates.note_forward("recompute", 1000, 2.0)
+    for mode, seconds in (("sparse", 0.4), ("exact", 0.1)) * KNOWN:
+        rates.note_forward(mode, 10, 0.01)
+        rates.note_read(mode, prefix, seconds)
+    assert [rates.choose("exact", 1000, prefix).once for _ in range(3)] == [False] * 3
+    found = [rates.choose("sparse", 1000, prefix) for _ in range(80)]
+    by_mode = [choice for choice in found if choice.mode == "exact"]
+    assert {choice.mode for choice in found} == {"exact", "sparse"}
+    assert [choice.once for choice in by_mode[:32]] == [True] * 32
+    assert not by_mode[-1].once  # by then nearly all requests read everything
+    assert not any(choice.once for choice in found if choice.mode != "exact")
+    for _ in range(5):
+        rates.note_read("exact", prefix, 3.0)
+    looks = [c for _ in range(200) if "measured" in (c := rates.choose("sparse", 1000, prefix)).why]
+    assert looks and all(choice.once for choice in looks if choice.mode == "exact")
 
 
 def test_a_way_long_passed_over_is_measured_again_and_less_often_each_time():

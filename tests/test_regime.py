@@ -6,16 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import wait_for_promotions
 from hypothesis import given
 from hypothesis import strategies as st
 from masked_reference import HIT, filled, model_of, request_ids
 from test_engine_hf import CONFIG
 
 from impress.engines import hf, regime
-from impress.engines.choice import Rates
+from impress.engines.choice import Choice, Rates
 from impress.engines.costs import Span, Stored
 from impress.engines.regime import Expected, IfWhole, Regime
 from impress.policy import Recency
+from impress.usage.history import History, Note
 from impress.usage.remembered import HALF_LIFE
 
 SIZES = (3, 5, 7, 2, 4)
@@ -101,6 +103,28 @@ def test_a_prefix_with_more_new_spans_than_there_is_room_for_is_no_error(
     assert whole.cold([span(i) for i in range(10)], 0) == 100
 
 
+def test_a_read_pays_where_as_many_follow_as_went_before_and_once_in_twice_as_many() -> None:
+    key, uses = span(1).key, IfWhole()
+    assert not uses.pays(key, -1.0, 1.0)  # nobody asked for it yet
+    found = []
+    for i in range(20):
+        uses.note([span(1)])
+        if uses.pays(key, 1.5, 1.0):
+            found.append(i + 1)
+    assert found == [2, 5, 11]  # uses fade
+    assert not uses.pays(span(2).key, 0.1, 1.0)
+
+
+def test_what_a_place_was_spent_on_is_forgotten_with_its_span(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(regime, "_MOST", 1)
+    uses = IfWhole()
+    for key in (1, 2):
+        uses.note([span(key)])
+        assert uses.pays(span(key).key, 0.5, 1.0) and not uses.pays(span(key).key, 0.5, 1.0)
+
+
 # --- which is cheaper ---------------------------------------------------------------------------
 
 
@@ -131,18 +155,28 @@ def tried(r: Regime) -> None:
 
 def test_it_turns_back_where_nothing_was_gained_and_waits_the_longer_each_time() -> None:
     r = Regime()
-    lasted = np.diff([-1, *turns(r, 20000, 1.0)])[:10].tolist()
-    waits = [32, 256, 2048, 4096, 4096]
-    assert lasted == [64 + 32, *(n for w in waits[1:] for n in (64 + 96, 64 + w)), 64 + 96]
+    for wait, other_s in ((32, 0.9), (256, 0.7), (2048, 0.5), (4096, 0.8), (4096, 0.8)):
+        assert turns(r, 64 + wait, 1.0, other_s) == [64 + wait - 1]
+        assert turns(r, 160, 1.05) == [159] and not r.whole
+
+
+def test_a_hope_that_came_to_nothing_is_not_had_again_before_thousands_of_requests() -> None:
+    """What it would take was underestimated each time: rows of cold prefixes took twice what they
+    do where some of them lie in the caches. With OPT-30B's shape every second try failed."""
+    r = Regime()
+    assert turns(r, 96, 1.0, 0.9) == [95]
+    assert turns(r, 160, 1.05) == [159]
+    assert turns(r, 64 + 4095, 1.0, 0.8) == []
+    assert turns(r, 1, 1.0, 0.8) == [0]
 
 
 def test_the_second_try_needs_better_hope_than_the_first() -> None:
     r = Regime()
     tried(r)
     assert turns(r, 160, 1.0) == [159] and not r.whole
-    assert turns(r, 2000, 1.0, 1.15) == []
+    assert turns(r, 2000, 1.0, 0.95) == []
     assert turns(r, 1, 1.0, 0.0) == []  # not by one request
-    assert len(turns(r, 150, 1.0, 1.05)) == 1
+    assert len(turns(r, 150, 1.0, 0.85)) == 1
 
 
 def test_it_gives_up_early_where_what_was_hoped_for_is_not_to_be_had() -> None:
@@ -151,9 +185,13 @@ def test_it_gives_up_early_where_what_was_hoped_for_is_not_to_be_had() -> None:
     r = Regime()
     tried(r)
     assert turns(r, 64, 1.0, hoped_s=1.3) == [15] and not r.whole
+
+
+@pytest.mark.parametrize(("took_s", "n"), [(1.2, 16), (1.08, 38), (1.055, 80)])
+def test_the_more_a_try_loses_the_sooner_it_is_given_up(took_s: float, n: int) -> None:
     r = Regime()
     tried(r)
-    assert turns(r, 160, 1.2) == [64 + 31] and not r.whole
+    assert turns(r, 64 + n, took_s) == [64 + n - 1] and not r.whole
 
 
 def test_a_gain_may_take_its_time_to_show() -> None:
@@ -194,14 +232,15 @@ def test_a_machine_that_became_slower_did_so_for_the_other_regime_too() -> None:
     """A ratio off from the start says only that the earlier costs are off where they are asked."""
     r = Regime()
     tried(r)
-    for _ in range(200):
-        r.follow(0.7)
+    for i in range(264):
+        r.follow(9.0 if i < 64 else 0.7)  # at first the caches are not filled
         assert r.slower == pytest.approx(1.0)
         r.tally(0.95, Expected(span(0), 1, 0.95, None, 0.95))
-    for _ in range(200):
+    for i in range(200):
         r.follow(0.7 * 1.5)
-        assert not r.tally(0.95 * 1.5, Expected(span(0), 1, 0.95 * 1.5, None, 1.0))
-    assert r.slower == pytest.approx(1.5)
+        took_s = 0.95 * (1.5 if i > 32 else 1)
+        assert not r.tally(took_s, Expected(span(0), 1, took_s, None, 1.0))
+    assert r.slower == pytest.approx(1.5, rel=0.01)
 
 
 def test_each_prefix_is_held_against_what_it_took_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,3 +403,29 @@ def test_an_engine_reads_whole_what_its_caches_would_hold(tmp_path: Path) -> Non
         assert rates._regime._n == counted + 1
         engine.generate(ids.flip(1), max_new_tokens=1)  # a miss is not charged to the hit before it
         assert engine.last_request.mode == "recompute" and rates._regime._n == counted + 1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_engine_tells_the_caches_what_it_read_this_once_and_what_it_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = model_of("llama"), request_ids()
+    filled(model, tmp_path).close()
+    config = CONFIG.model_copy(update={"mode": "auto", "guard": "off"})
+    noted = list[list[Note]]()
+    monkeypatch.setattr(History, "request", lambda _, notes: noted.append([*notes]))
+    with hf.attach(model, tmp_path, config=config, policy=Recency(), store_new=False) as engine:
+        for choice, whole in (
+            (Choice("exact", "", once=True), False), (Choice("exact", ""), True),
+            (Choice("recompute", ""), False),
+        ):  # fmt: skip
+            monkeypatch.setattr(engine._modes.rates, "choose", lambda *_, c=choice, **__: c)
+            engine.generate(ids, max_new_tokens=1)
+            assert engine.last_request.mode == choice.mode
+            wait_for_promotions(engine.store)
+            notes = noted.pop()
+            n_rows = sum(note.count for note in notes)
+            assert not noted and n_rows == HIT * engine.store.geometry.n_layers
+            assert {(note.chosen, note.whole, note.every_layer) for note in notes} == {
+                (None, whole, whole)
+            }

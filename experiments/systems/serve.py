@@ -23,10 +23,11 @@ from experiments.systems.device import Device, Question, Rows, stood_still
 from experiments.systems.generate import N_NEW
 from experiments.systems.quantised import QuantisedStore
 from experiments.systems.shapes import WINDOW
-from impress.engines.choice import Rates
+from impress.engines.choice import Choice, Rates
 from impress.engines.costs import Span, Stored
 from impress.policy import Exact
 from impress.read.access import AccessReport
+from impress.read.promote import pass_by
 from impress.read.session import Lease
 from impress.read.sparse import SparseSession
 from impress.spans.rows import as_tensor
@@ -147,12 +148,13 @@ class Server:
             return self._recompute(begin, len(asking.tokens))
         with self._lease(asking) as lease:
             stored = self._stored(lease) if self._rates is not None else None
-            mode = self._mode(len(asking.tokens), stored)
-            if mode == "recompute":
+            choice = self._choice(len(asking.tokens), stored)
+            if choice.mode == "recompute":
                 served = self._recompute(begin, len(asking.tokens))
+                pass_by(lease.reading, lease.sources)
             else:
-                question = Question(Exact(), _nothing) if mode == "exact" else question
-                served = self._read(begin, lease, mode, question, outs)
+                question = Question(Exact(), _nothing) if choice.mode == "exact" else question
+                served = self._read(begin, lease, choice, question, outs)
         if self._rates is not None and stored is not None:
             self._learn(self._rates, len(asking.tokens), stored, served)
         return served
@@ -200,11 +202,11 @@ class Server:
         n_bytes = n * shape.row_bytes * shape.n_layers
         return Stored(n, shape.n_layers, n_bytes, cold, spans, cache)
 
-    def _mode(self, n_tokens: int, stored: Stored | None) -> str:
+    def _choice(self, n_tokens: int, stored: Stored | None) -> Choice:
         own = "exact" if isinstance(self.system.policy, Exact) else "sparse"
         if self._rates is None or stored is None:
-            return own
-        return self._rates.choose(own, n_tokens + N_NEW, stored).mode
+            return Choice(own, f"{own}: the system's own")
+        return self._rates.choose(own, n_tokens + N_NEW, stored)
 
     def _learn(self, rates: Rates, n_tokens: int, stored: Stored, served: Served) -> None:
         """Learn as an engine on the stated machine does, in its seconds; what a slice of the layers
@@ -226,12 +228,14 @@ class Server:
         return Served(ttft_s, 0.0, spent_s, stated_s=stated_s, began_s=begin, mode="recompute")
 
     def _read(
-        self, begin: float, lease: Lease, mode: str, question: Question, outs: Outs | None
+        self, begin: float, lease: Lease, choice: Choice, question: Question, outs: Outs | None
     ) -> Served:
         device, policy = self._device, question.policy
         is_whole = isinstance(policy, Exact)
         to_place = is_whole and self.system.data in PACKED
         with lease.session(policy, in_order=False) as session:
+            if choice.once:
+                session.need = "once"
             if isinstance(session, SparseSession):
                 session.keys_as_read = True  # the device has them: it scored them
                 device.key_rows = lambda: session.key_rows
@@ -252,7 +256,7 @@ class Server:
             device.finish()
             ttft_s = time.perf_counter() - begin
             served = _served(ttft_s, io_s, device.spent_s, session.report(), lease.n_tokens)
-            served.mode, served.stated_s, served.began_s = mode, device.stated_s, begin
+            served.mode, served.stated_s, served.began_s = choice.mode, device.stated_s, begin
             return served
 
     def _lease(self, asking: Asking) -> Lease:

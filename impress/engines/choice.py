@@ -39,16 +39,22 @@ _LEAST_GAIN_SHARE: Final = 0.05
 #: The share while only n reads of the own mode are known, n below KNOWN, is this ÷ n instead. Else
 #: a first read that happened to meet a stall would decide until the mode is measured again.
 _FIRST_GAIN_SHARE: Final = 1.0
+#: The share of requests that read everything above which it is what they do; and the weight of the
+#: newest in it.
+_NEARLY_ALL: Final = 0.75
+_NEWEST_SHARE: Final = 1 / 32
 #: Reads of everything that are remembered, to know what they take whatever the caches hold.
 _WHOLE_READS: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A mode, and one line that says why."""
+    """A mode, and one line that says why. `once`: all rows are read, though requests to come will
+    choose again, so that the caches should not keep every row for them."""
 
     mode: str
     why: str
+    once: bool = False
 
 
 class Rates:
@@ -69,6 +75,7 @@ class Rates:
         # alike to tell what a read takes that finds all of it in the caches.
         self._whole_reads = Fit(3, 1 - 1 / _WHOLE_READS)
         self._before = self._costs  # as they were when the regime turned
+        self._exact_share = 0.0  # of requests lately, where rows could be chosen
         # The mode of the request under way and its costs, where it counts in the regime.
         self._expected: tuple[str, Expected] | None = None
 
@@ -120,8 +127,10 @@ class Rates:
         reads = self._costs.reads.get(own)
         choice = decide(own, allowed, seconds, n_reads=reads.n_samples if reads else KNOWN)
         if stored.spans and stored.cache_bytes:
+            choice = self._if_it_pays(choice, own, n_tokens, stored, seconds)
             if own == "sparse":
-                choice = self._by_regime(choice, n_tokens, stored, seconds)
+                choice = replace(choice, once=choice.mode == "exact")
+                choice = self._as_is_done(self._by_regime(choice, n_tokens, stored, seconds))
             self._if_whole.note(stored.spans)
         for mode in sorted(allowed):
             # Reads of cold prefixes apart: a warm one says nothing about what they take.
@@ -141,14 +150,46 @@ class Rates:
                 if mode in self._costs.reads:
                     self._costs.reads[mode].age(n)
                 self._expected = None  # tells nothing about how requests are served
-                return Choice(mode, f"{mode}: measured again, not taken for {n} requests")
+                once = mode == "exact" != own
+                return Choice(mode, f"{mode}: measured again, not taken for {n} requests", once)
         return choice
+
+    def _if_it_pays(
+        self, choice: Choice, own: str, n_tokens: int, stored: Stored,
+        seconds: Mapping[str, float | None],
+    ) -> Choice:  # fmt: skip
+        """The own mode, where a prefix that is cold would be recomputed time and again, though it
+        would soon be cheaper to read: a prefix that is not read never comes to lie in the caches.
+
+        Effects: notes that it was read for that.
+        """
+        read_s, recompute_s = seconds.get(own), seconds.get("recompute")
+        if choice.mode != "recompute" or read_s is None or recompute_s is None:
+            return choice
+        warm_s = self.estimate(n_tokens, replace(stored, cold_bytes=0))[own]
+        more_s, saved_s = read_s - recompute_s, recompute_s - (warm_s or 0.0)
+        if not self._if_whole.pays(stored.spans[-1].key, more_s, saved_s):
+            return choice
+        return Choice(
+            own, f"{own}: to lie in the caches, where it is asked for often ({choice.why})"
+        )
+
+    def _as_is_done(self, choice: Choice) -> Choice:
+        """The choice; what nearly all requests do is done for those to come, too.
+
+        Effects: counts it.
+        """
+        self._exact_share += ((choice.mode == "exact") - self._exact_share) * _NEWEST_SHARE
+        return replace(choice, once=False) if self._exact_share > _NEARLY_ALL else choice
 
     def _by_regime(
         self, choice: Choice, n_tokens: int, stored: Stored, seconds: Mapping[str, float | None]
     ) -> Choice:
         """The choice as it is, made by what the caches hold; in the regime where hot prefixes are
         read whole, the cheapest mode under it.
+
+        In the first, what is read whole is so `once`: it would else stay in the caches whole, at
+        the cost of others' chosen rows, and so be read whole again.
 
         Effects: notes what is expected of it in this regime, and would be in the other.
         """
@@ -159,7 +200,7 @@ class Rates:
             return choice
         cold = self._if_whole.cold(stored.spans, stored.cache_bytes)
         costs = self._hoped(n_tokens, replace(stored, cold_bytes=cold))
-        if 2 * cold < stored.n_bytes:  # hot: read by chosen rows, it would not be in the caches
+        if hot := 2 * cold < stored.n_bytes:  # read by chosen rows, it would not be in the caches
             costs.pop("sparse", None)
             best = min(costs, key=lambda mode: costs[mode])
         else:
@@ -173,10 +214,12 @@ class Rates:
             return choice
         if now[best] >= _LEAST_GAIN_S or regime.knows(last):  # others were not noted, either
             self._expected = best, Expected(last, n_bytes, now[best], None, costs[best], rest_s)
-        if best == "sparse" and (before := self._before.estimate(n_tokens, stored)["sparse"]):
-            regime.follow(now["sparse"] / before)
+        warm = replace(stored, cold_bytes=0)
+        if best == "exact" and (before := self._before.estimate(n_tokens, warm)["exact"]):
+            regime.follow((self.estimate(n_tokens, warm)["exact"] or 0.0) / before)
         told = ", ".join(f"{mode} {costs[mode] * 1e3:.1f} ms" for mode in MODES if mode in costs)
-        return Choice(best, f"{best}: the caches hold whole what is asked for most ({told})")
+        why = f"{best}: the caches hold whole what is asked for most ({told})"
+        return Choice(best, why, once=best == "exact" and not hot)
 
     def _hoped(self, n_tokens: int, stored: Stored) -> dict[str, float]:
         """What it would take in each mode, with `stored.cold_bytes` of it in no cache."""

@@ -87,6 +87,9 @@ class Fit:
         expected = self.seconds(amounts)
         if expected and self.n_samples >= KNOWN:
             seconds = min(seconds, MOST_SURPRISE * expected)
+        if self.n_samples == 1:  # what is new to a process or a disk may stand still for once
+            self._rare.clear()
+            self.age(_MOST_AGE)
         x = np.asarray(amounts, dtype=np.float64)
         self._products = self._decay * self._products + np.outer(x, x)
         self._by_seconds = self._decay * self._by_seconds + seconds * x

@@ -188,7 +188,7 @@ class Engine:
     def _answer(
         self, prompt: Prompt, asked: Policy | None, once: PromptOnce | None, first: FirstLogits
     ) -> Any:
-        lost, prefix, watch = "", None, None
+        lost, prefix, watch, unread = "", None, None, None
         way = self._modes.way(prompt, None, asked)
         with ExitStack() as undo:  # what is given back unless it is handed on
             try:
@@ -198,7 +198,7 @@ class Engine:
                 way = self._modes.way(prompt, prefix, asked)
                 if prefix is not None and way.choice.mode == "recompute":
                     prefix.close()
-                    prefix = None
+                    unread, prefix = prefix, None
                 watch = watch_of(way, prefix, prompt, undo)
                 result, cache = self._run(prompt, prefix, way.reads_by, once, first, watch)
             except PrefixLost as err:
@@ -226,7 +226,7 @@ class Engine:
                 **totals(prefix.reports() if prefix is not None else [], self.store.geometry),
             )
             if not lost:  # after a lost prefix the model ran twice
-                self._modes.learn(request, way, len(prompt.rows), first.turn_ms)
+                self._modes.learn(request, way, len(prompt.rows), first.turn_ms, unread)
             given = first.given.named(prompt.rows, sequences)
             self._last = request, self._store(prompt, given, cache, hit, watch, undo)
         return result

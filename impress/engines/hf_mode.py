@@ -80,7 +80,10 @@ class Modes:
         return asked
 
     def way(self, prompt: Prompt, prefix: StoredPrefix | None, asked: Policy | None) -> Way:
-        """How to go about a request that has this prefix stored, and why."""
+        """How to go about a request that has this prefix stored, and why.
+
+        Effects: tells the prefix whether all its rows would be read this once.
+        """
         policy = self._own if asked is None else asked
         ledger = self.ledger if asked is None else None
         if prefix is None:
@@ -139,14 +142,21 @@ class Modes:
         if mode == "auto":
             n_tokens, wanted = len(prompt.rows) * prompt.n_tokens, own_is_wanted and not lacking
             choice = self.rates.choose(own, n_tokens, stored, own_is_wanted=wanted)
+            prefix.once = choice.once
         else:
             choice = forced(mode, own)
         if lacking and choice.mode == "exact":
             return Choice("exact", f"exact: {lacking}")
         return choice
 
-    def learn(self, request: Request, way: Way, batch: int, turn_ms: float) -> None:
-        """Learn what requests cost on this machine; `turn_ms`: from its turn to its first token."""
+    def learn(
+        self, request: Request, way: Way, batch: int, turn_ms: float,
+        unread: StoredPrefix | None = None,
+    ) -> None:  # fmt: skip
+        """Learn what requests cost on this machine; `turn_ms`: from its turn to its first token.
+        `unread`: a prefix that the request had, and recomputed."""
+        if unread is not None:
+            unread.passed_by()
         wait_s = sum(line["wait_ms"] for line in request.per_layer) / 1e3
         n_computed = batch * (request.n_tokens - request.hit_tokens)
         self.rates.note_forward(request.mode, n_computed, max(turn_ms / 1e3 - wait_s, 0.0))

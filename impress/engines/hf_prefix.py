@@ -18,6 +18,7 @@ from impress.engines.costs import Span
 from impress.engines.hf_cache import RowsCache
 from impress.policy import Exact, KeepAll, Policy
 from impress.read.access import AccessReport
+from impress.read.promote import pass_by
 from impress.read.session import Lease, Session
 from impress.read.shadow import SHADOW_ROWS, Seen
 from impress.read.sparse import SparseSession
@@ -38,6 +39,8 @@ class StoredPrefix:
         self._is_lent = False
         self._sessions: list[Session] = []
         self._begun_for: Policy | None = None  # the policy of these sessions
+        self.once = False
+        """Set before `open`: all rows are read, though requests to come will choose (`Need`)."""
         self.seen: dict[int, Seen] | None = None
         """A dict set here collects what each layer's `choose` was asked, to be weighed later."""
 
@@ -67,6 +70,9 @@ class StoredPrefix:
                 self._sessions.append(lease.session(policy, in_order=by_position))
             else:
                 self._sessions.append(begin(lease, policy))
+        if self.once:
+            for session in self._sessions:
+                session.need = "once"
 
     def has_importance(self, policy: Policy) -> bool:
         """Whether all rows were stored with importance: begins the sessions that read by it.
@@ -149,6 +155,11 @@ class StoredPrefix:
             for lease in () if self._is_lent else self._leases:
                 lease.release()
         return all(ended)
+
+    def passed_by(self) -> None:
+        """It was closed unread, since recomputing seemed cheaper: that counts as a use."""
+        for lease in self._leases:
+            pass_by(lease.reading, lease.sources)
 
     def is_untouched(self) -> bool:
         """Once every layer is there or given up: whether nothing reads into the cache, or is copied

@@ -12,6 +12,7 @@ Pure arithmetic, like `choice`.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -32,17 +33,20 @@ _SETTLE: Final = 64
 _GIVE_UP: Final = 16
 _HOPELESS: Final = 1.25
 #: Hot prefixes are read whole where that is expected to take less than this many times what
-#: requests take now, the first time and later: what it takes to read one from the caches is not
-#: known before. This goes on where it turns out to gain the share _GAIN, until it loses as much.
+#: requests take now, the first time (what it takes to read one from the caches is not known before)
+#: or after it gained, and after it failed: estimates are off by a tenth and more. This goes on where
+#: it turns out to gain the share _GAIN, until it loses as much.
 _FIRST_TRY: Final = 1.5
-_TRY: Final = 1.1
+_TRY: Final = 0.9
 _GAIN: Final = 0.02
 #: Otherwise it is tried again after this many times as many requests, up to _MOST of them; at once
 #: where it gained for _LONG requests. After _MOST requests the other is looked at again.
 _AGAIN: Final = 8
 _LONG: Final = 256
-#: Requests that a try may take to show it, while it takes no more than _TRY times as long.
+#: Requests that a try may take to show it, while it loses no more than this share; the fewer they
+#: are, the more: n of them say it as well as one by the root of n.
 _UNDECIDED: Final = 96
+_DOUBT: Final = 0.05
 #: Requests for a prefix whose mean is what it takes; and estimates (which follow the machine
 #: themselves) whose mean says whether it has become slower.
 _OWN: Final = 4
@@ -50,7 +54,8 @@ _NEWEST: Final = 4
 
 
 class IfWhole:
-    """What caches would hold if each request read all rows of its prefix."""
+    """What caches would hold if each request read all rows of its prefix; and whether a read that
+    takes longer than recomputing is made up for by those to come."""
 
     def __init__(self, *, by_last_use: bool = False) -> None:
         """`by_last_use`: the least recently used goes first; else the least used."""
@@ -60,6 +65,7 @@ class IfWhole:
         self._keys: list[bytes] = []
         self._bytes = np.zeros(_MOST)
         self._rank = np.full(_MOST, -np.inf)  # log2 of uses, with what fades added back
+        self._spent = np.zeros(_MOST)  # uses when `pays` last said so
 
     def note(self, spans: Sequence[Span]) -> None:
         """A request asked for a prefix."""
@@ -91,6 +97,22 @@ class IfWhole:
             beside, last = beside + sizes[key], ranks[key]
         return sum(span.n_bytes - round(min(held[span.key], span.n_bytes)) for span in spans)
 
+    def pays(self, key: bytes, more_s: float, saved_s: float) -> bool:
+        """Whether to read what ends with this span for `more_s` longer than recomputing takes: it
+        then lies in the caches, which saves each request to come `saved_s`. As many are expected as
+        there were. Where that came to nothing, it is worth it again after twice as many.
+
+        Effects: notes that it was worth it.
+        """
+        i = self._at.get(key)
+        if i is None:
+            return False
+        uses = 2 ** (self._rank[i] - self._tick / HALF_LIFE)
+        if uses < 2 * self._spent[i] or more_s >= uses * saved_s:
+            return False
+        self._spent[i] = uses
+        return True
+
     def _rank_of(self, key: bytes) -> float:
         i = self._at.get(key)
         return -np.inf if i is None else float(self._rank[i])
@@ -107,7 +129,7 @@ class IfWhole:
             i = int(self._rank.argmin())
             del self._at[self._keys[i]]
             self._keys[i] = key
-        self._bytes[i], self._rank[i] = 0, -np.inf
+        self._bytes[i], self._rank[i], self._spent[i] = 0, -np.inf, 0
         self._at[key] = i
         return i
 
@@ -133,7 +155,10 @@ class Regime:
         self._wait = _ENOUGH  # requests until it may turn
         self._n = -_SETTLE  # at first the caches are empty
         self._so_s = self._other_s = 0.0
-        self._tried = False
+        self._failed = False  # when last tried
+        # When last tried: what was expected, in times what requests took; and how many times that
+        # they did take.
+        self._expected = self._worse = 1.0
         # By prefix, while rows of all were chosen: seconds per byte, without what a request takes
         # for its own tokens; and of all of them together seconds and bytes.
         self._chosen: OrderedDict[Span, float] = OrderedDict()
@@ -166,37 +191,44 @@ class Regime:
         self._other_s = _DECAY * self._other_s + other_s
         if not self._is_over():
             return False
+        times = self._so_s / max(self._other_s, 1e-9)
         if self.whole:
-            again = _ENOUGH if self._n >= _LONG else self._wait * _AGAIN
-            self._wait = min(again, _MOST)
-        self.whole, self._tried = not self.whole, True
+            self._failed = self._n < _LONG
+            self._worse = max(times / self._expected, 1.0)
+            self._wait = min(self._wait * _AGAIN, _MOST) if self._failed else _ENOUGH
+        else:
+            self._expected = 1 / times
+        self.whole = not self.whole
         self._n, self._so_s, self._other_s = -_SETTLE, 0.0, 0.0
         self._follow_anew()
         return True
 
     def follow(self, times: float) -> None:
-        """A request takes `times` as long as was expected of one like it before the regime turned.
-        What is off at first, while the caches follow, is off in what was expected."""
-        if self._n <= 0:
+        """To read a prefix from the caches takes `times` as long as before the regime turned. What
+        is off once the caches have followed was off in what was known then. (Not reads of cold
+        ones: the fewer of their rows are left in the caches, the longer these take.)"""
+        if 0 < self._n <= _ENOUGH:
             self._n_then += 1
             self._times_then += (times - self._times_then) / self._n_then
             self._times = self._times_then
-        else:
-            self._times += (times - self._times) / _NEWEST
+        elif self._n_then:
+            self._times += (times - self._times) / _ENOUGH
 
     def _follow_anew(self) -> None:
-        self._times = self._times_then = 0.0  # now, and on average while the caches followed
+        self._times = self._times_then = 0.0  # now, and once the caches had followed
         self._n_then: int = 0
 
     def _is_over(self) -> bool:
         if not self.whole:
-            most = _TRY if self._tried else _FIRST_TRY
-            return self._n >= self._wait and self._other_s < most * self._so_s
+            if self._n >= _MOST:  # that dates from long ago
+                self._worse = 1.0
+            most = _TRY if self._failed else _FIRST_TRY
+            return self._n >= self._wait and self._worse * self._other_s < most * self._so_s
         lost, n = self._so_s / max(self._other_s, 1e-9), self._n
         if n <= 0:  # what can be hoped for is known better now
             return n + _SETTLE >= _GIVE_UP and lost > _HOPELESS
         if n < _UNDECIDED:
-            return n >= _ENOUGH and lost > _TRY
+            return n >= _GIVE_UP and lost > 1 + _DOUBT * math.sqrt(_UNDECIDED / n)
         return lost > (1 - _GAIN if n == _UNDECIDED else 1 + _GAIN) or n >= _MOST
 
     def _note(self, last: Span, n_bytes: int, took_s: float) -> None:

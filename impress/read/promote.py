@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -35,6 +35,10 @@ from tiers.slots import Buffer
 from tiers.ticket import Task, Ticket
 
 log = logging.getLogger("impress")
+
+#: Which rows a request was to have: of each layer some, as chosen there; or all, and so will those
+#: to come; or all "once": they will choose again.
+Need = Literal["some", "all", "once"]
 
 #: Bytes that one background read brings at most, unless a chunk is larger: a demand read may be
 #: waiting for its thread.
@@ -62,14 +66,35 @@ class Looked:
 
 
 def hand_over(
-    reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], all_rows: bool,
+    reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], need: Need,
     copies: Sequence[Ticket],
 ) -> None:  # fmt: skip
     """Count what a request used, and queue what is to be learnt from it after its copies: these are
-    judged as if this use were noted, so it must not be yet. `all_rows`: as in `after`."""
+    judged as if this use were noted, so it must not be yet."""
     count(reading, looked)  # here: what follows may be skipped
-    tasks: list[Task] = [partial(after, reading, sources, looked, all_rows)]
+    tasks: list[Task] = [partial(after, reading, sources, looked, need)]
     when_all(list(copies), partial(_queue, reading, tasks))
+
+
+def pass_by(reading: Reading, sources: Sequence[Source]) -> None:
+    """A request asked for a prefix that was not read: recomputing seemed cheaper. It counts as a
+    use: else a prefix that lies in no cache would never be worth a place in one."""
+    _queue(reading, [partial(_passed_by, reading, sources)])
+
+
+def _passed_by(reading: Reading, sources: Sequence[Source]) -> None:
+    try:
+        layers = range(reading.geometry.n_layers)
+        reading.history.request(
+            _note(source, layer, _rows_of(source, None), whole=False)
+            for layer in layers for source in sources
+        )  # fmt: skip
+        if reading.history.due:
+            reading.save_history()
+    except Exception:  # nobody waits for it
+        log.exception("what follows a request failed")
+    finally:
+        reading.forget_gone(source.span for source in sources)
 
 
 def _queue(reading: Reading, tasks: list[Task]) -> None:
@@ -84,14 +109,11 @@ def _queue(reading: Reading, tasks: list[Task]) -> None:
 
 
 def after(
-    reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], all_rows: bool
+    reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], need: Need
 ) -> None:
-    """Learn from a request, judge the copies by it, fetch what it used but read only in part.
-
-    `all_rows`: it was to have all rows.
-    """
+    """Learn from a request, judge the copies by it, fetch what it used but read only in part."""
     try:
-        learn(reading, sources, looked, all_rows)
+        learn(reading, sources, looked, need)
         worths = [_judged(reading, sources, one) for one in looked]
         if reading.history.due:  # not before they are judged: a span is saved with its score
             reading.save_history()
@@ -117,12 +139,13 @@ def count(reading: Reading, looked: Sequence[Looked]) -> None:
 
 
 def learn(
-    reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], all_rows: bool
+    reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], need: Need
 ) -> None:
     """Give history one request's notes."""
     once = by_layer(looked)
-    every = all_rows and len(once) == reading.geometry.n_layers  # else it was cut off
-    reading.history.request(note for one in once for note in notes_of(sources, one, every))
+    if need == "all" and len(once) < reading.geometry.n_layers:  # it was cut off
+        need = "some"
+    reading.history.request(note for one in once for note in notes_of(sources, one, need))
 
 
 def by_layer(looked: Sequence[Looked]) -> list[Looked]:
@@ -135,16 +158,27 @@ def by_layer(looked: Sequence[Looked]) -> list[Looked]:
     return list(found.values())
 
 
-def notes_of(sources: Sequence[Source], looked: Looked, every_layer: bool) -> Iterator[Note]:
-    """A layer's notes, one for each span; `every_layer`: as in Note. Pure."""
+def notes_of(sources: Sequence[Source], looked: Looked, need: Need) -> Iterator[Note]:
+    """A layer's notes, one for each span. Pure."""
     for source in sources:
-        held, window = source.held, source.held.record.window
         rows = _rows_of(source, looked.positions)
-        yield Note(
-            source.span, held.record.n_windows * window, looked.layer, held.first * window,
-            held.count * window, rows if looked.decided else None,
-            source.ordinals(looked.layer, rows), looked.positions is None, every_layer,
+        yield _note(
+            source, looked.layer, rows, looked.decided,
+            whole=looked.positions is None and need != "once", every_layer=need == "all",
         )  # fmt: skip
+
+
+def _note(
+    source: Source, layer: int, rows: Ids, decided: bool = False, *, whole: bool,
+    every_layer: bool = False,
+) -> Note:  # fmt: skip
+    """`rows`: those used, numbered within the span. The rest as in Looked and Note."""
+    held, window = source.held, source.held.record.window
+    return Note(
+        source.span, held.record.n_windows * window, layer, held.first * window,
+        held.count * window, rows if decided else None, source.ordinals(layer, rows), whole,
+        every_layer,
+    )  # fmt: skip
 
 
 def _judged(reading: Reading, sources: Sequence[Source], looked: Looked) -> list[Worth]:

@@ -20,7 +20,7 @@ from impress.read.climb import Climbs
 from impress.read.load import Load
 from impress.read.outs import Outs, check_beside, outs_of, outs_of_all
 from impress.read.parts import Source, as_they_lie, behind, chunks_here, rows_of
-from impress.read.promote import Looked, hand_over
+from impress.read.promote import Looked, Need, hand_over
 from impress.read.reading import Reading
 from impress.read.tickets import ended, give_way
 from impress.spans.layout import K, V
@@ -178,6 +178,7 @@ class Session:
         self._layers: list[Line] = []
         self._positions: torch.Tensor | None = None  # of all rows
         self._closed = False
+        self.need: Need = "all" if isinstance(policy, Exact) else "some"
 
     @property
     def needs_suffix_lse(self) -> bool:
@@ -389,8 +390,7 @@ class Session:
         """The request has what it needs: what it showed is learnt afterwards."""
         looked, self._looked = self._looked, []
         if looked:
-            is_exact = isinstance(self.policy, Exact)
-            hand_over(self._r, self._sources, looked, is_exact, self._climbs.tickets)
+            hand_over(self._r, self._sources, looked, self.need, self._climbs.tickets)
 
     def _account(self, load: Load, begin_s: float) -> None:
         """Note what a layer took, and promote it."""

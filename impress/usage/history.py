@@ -22,13 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.errors import FormatError, StoreFailed
-from impress.usage.remembered import HALF_LIFE, NEWEST, Remembered, decode, encode, head_of
+from impress.usage.remembered import HALF_LIFE, Remembered, decode, encode, head_of
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
-#: Least weight in `whole` of a request that was to have every row: who decided so will again.
-WHOLE: Final = 1 / 2
 #: Requests between two saves in the background.
 SAVE_EVERY: Final = 256
 #: A sixty-fourth of the DRAM budget, at least 4 MiB: four bytes a row and layer are .1 % of the KV
@@ -54,7 +52,7 @@ class Note:
     chosen: Ids | None
     ordinals: Ids | None = None
     whole: bool = False  # every row looked at was needed, and used
-    every_layer: bool = False  # it had been decided to read every layer so
+    every_layer: bool = False  # it had been decided to read every layer so, and will be again
 
 
 class Worth(NamedTuple):
@@ -133,8 +131,8 @@ class History:
             known.scores *= _faded(self.tick - known.tick)  # `worth` tells of this use
             if ordinals is None:
                 known.scores[layer] = np.nan
-                looked = np.arange(note.first, note.first + note.count)
-                ordinals = looked if chosen is None else chosen
+                every = np.arange(note.first, note.first + note.count)
+                ordinals = every if chosen is None else chosen
             uses = known.uses[layer]
             uses *= np.float32(_faded(self.tick - int(known.ticks[layer])))
             used = np.zeros(len(uses), dtype=bool)
@@ -142,8 +140,8 @@ class History:
             uses += used
             known.ticks[layer] = self.tick
             known.summed = None
-            if chosen is not None or note.whole:
-                _look(known, note)
+            looked = slice(note.first // self._window, (note.first + note.count) // self._window)
+            known.look(layer, looked, chosen is not None, note.whole, note.every_layer)
             if chosen is not None:
                 was = np.zeros(note.count, dtype=bool)
                 was[chosen - note.first] = True
@@ -382,15 +380,6 @@ def budget_of(dram_bytes: int) -> int:
 def _faded(requests: int) -> float:
     """How much a use this many requests ago counts."""
     return math.exp2(-max(requests, 0) / HALF_LIFE)
-
-
-def _look(known: Remembered, note: Note) -> None:
-    """Move the share of requests that needed every row of the windows looked at."""
-    windows = slice(note.first // known.window, (note.first + note.count) // known.window)
-    looks, whole = known.looks[note.layer, windows], known.whole[note.layer, windows]
-    np.add(looks, 1, out=looks, where=looks < 1 / NEWEST)
-    newest = np.maximum(1 / looks, WHOLE) if note.every_layer else 1 / looks
-    whole += ((note.chosen is None) - whole) * newest
 
 
 def _ranks(scores: Floats, tick: int) -> npt.NDArray[np.float64]:

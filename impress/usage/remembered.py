@@ -38,6 +38,8 @@ HALF_LIFE: Final = 512
 #: Weight of the newest request in its half's averages, once there have been 1 / NEWEST of them;
 #: until then they are plain means.
 NEWEST: Final = 1 / 16
+#: Least weight of the newest request in `every`: who decided to read every row will again.
+WHOLE: Final = 1 / 2
 
 
 class Summary(NamedTuple):
@@ -64,7 +66,10 @@ class Remembered:
     scores: npt.NDArray[np.float64]  # [n_layers] mean of its chunks', as of the last of `ticks`
     """NaN: to be counted by window. Where rows lie in another order, `History.worth` sets it."""
     looks: npt.NDArray[np.uint8]  # [n_layers, n_windows] decisions, and uses of every row; as seen
-    whole: npt.NDArray[np.float32]  # [n_layers, n_windows] share of these that was of every row
+    whole: npt.NDArray[np.float32]  # [n_layers, n_windows] share of those that chose, and fell back
+    every: npt.NDArray[
+        np.float32
+    ]  # [n_layers, n_windows] share that was to have every row; not saved
     window: int
     summed: Summary | None = None  # what `summary` found; any change sets it to None
 
@@ -77,6 +82,7 @@ class Remembered:
             np.zeros(n_layers, dtype=np.int64),
             np.full(n_layers, np.nan),
             np.zeros((n_layers, n_windows), dtype=np.uint8),
+            np.zeros((n_layers, n_windows), dtype=np.float32),
             np.zeros((n_layers, n_windows), dtype=np.float32),
             window,
         )
@@ -101,14 +107,15 @@ class Remembered:
 
     @staticmethod
     def bytes_of(n_layers: int, n_windows: int, window: int) -> int:
-        """What a span takes in memory: averages of its rows, five numbers a window, ticks,
+        """What a span takes in memory: averages of its rows, six numbers a window, ticks,
         scores."""
-        return n_layers * (n_windows * (2 * 2 * window + 3 * 1 + 2 * 4) + 16)
+        return n_layers * (n_windows * (2 * 2 * window + 3 * 1 + 3 * 4) + 16)
 
     def copy(self) -> Remembered:
         return Remembered(
             self.halves.copy(), self.seen.copy(), self.uses.copy(), self.ticks.copy(),
-            self.scores.copy(), self.looks.copy(), self.whole.copy(), self.window,
+            self.scores.copy(), self.looks.copy(), self.whole.copy(), self.every.copy(),
+            self.window,
         )  # fmt: skip
 
     def part(self, first: int, count: int) -> Remembered:
@@ -122,7 +129,8 @@ class Remembered:
             self.halves[..., rows].copy(), self.seen[..., windows].copy(),
             np.repeat(self.uses.max(axis=1, keepdims=True), count, axis=1),
             self.ticks.copy(), np.full(len(self.ticks), np.nan),
-            self.looks[:, windows].copy(), self.whole[:, windows].copy(), self.window,
+            self.looks[:, windows].copy(), self.whole[:, windows].copy(),
+            self.every[:, windows].copy(), self.window,
         )  # fmt: skip
 
     def chose(self, layer: int, first: int, rows: npt.NDArray[np.bool_], tick: int) -> None:
@@ -139,6 +147,20 @@ class Remembered:
             seen[i, which] = n
             average = self.halves[i, layer, first : first + len(rows)].reshape(-1, self.window)
             average[which] += (chosen[which] - average[which]) / n[:, None]
+
+    def look(self, layer: int, windows: slice, chose: bool, whole: bool, every_layer: bool) -> None:
+        """Move the shares of requests that needed every row of these windows; arguments as in
+        Note. Of one that neither chose nor is `whole` no more is known than that it was not to have
+        every row."""
+        every, looks = self.every[layer, windows], self.looks[layer, windows]
+        if not (chose or whole):
+            every *= 1 - WHOLE
+            return
+        np.add(looks, 1, out=looks, where=looks < 1 / NEWEST)
+        every += (every_layer - every) * np.maximum(1 / looks, WHOLE)
+        if not every_layer:
+            fell_back = self.whole[layer, windows]
+            fell_back += (whole - fell_back) / looks
 
     def average(self, layers: slice = slice(None)) -> Floats:
         """float32 [n_layers, n_rows]: how often each row was chosen, by all decisions."""
@@ -160,13 +182,17 @@ class Remembered:
     def needed(self, layer: int, ordinals: Ids | None, shares: Floats) -> Floats:
         """[n_chunks]: the share of its rows that a request needs. `shares`: for requests that
         choose; others need every row, as often as they were seen."""
-        whole = self.whole[layer]
+        whole = self._needed_whole()[layer]
         if not whole.any() or not self.decided(layer).any():
             return shares
         rows = self._rows(layer)
         by_window = rows.reshape(-1, self.window)
         by_window += whole[:, None] * (1 - by_window)
         return self._by_chunk(rows, ordinals)
+
+    def _needed_whole(self) -> Floats:
+        """[n_layers, n_windows]: the share of requests that need every row."""
+        return self.whole + self.every * (1 - self.whole)
 
     def known_shares(self, shares: Floats, layer: int, ordinals: Ids | None) -> Floats | None:
         """`shares` without undecided rows (1 each); nan: a chunk has no others, None: none has."""
@@ -199,7 +225,7 @@ class Remembered:
         share = self.average().reshape(*self.seen.shape[1:], self.window).mean(axis=2)
         decided = self.seen.any(axis=0)
         # Right where a chunk holds its window's rows, or all chunks have the same uses.
-        needed = np.where(decided, share + self.whole * (1 - share), 1)
+        needed = np.where(decided, share + self._needed_whole() * (1 - share), 1)
         in_place = (self.uses * needed).mean(axis=1, dtype=np.float64)
         in_place *= np.exp2((self.ticks - self.tick) / HALF_LIFE)
         score = float(np.where(np.isnan(self.scores), in_place, self.scores).mean())
@@ -272,6 +298,7 @@ def decode(raw: bytes) -> Remembered:
         np.full(n_layers, score, dtype=np.float64),
         looks.reshape(n_layers, n_windows).copy(),
         whole.view(np.float32).reshape(n_layers, n_windows).copy(),
+        np.zeros((n_layers, n_windows), dtype=np.float32),
         window,
     )
 
