@@ -34,8 +34,8 @@ _GIVE_UP: Final = 16
 _HOPELESS: Final = 1.25
 #: Hot prefixes are read whole where that is expected to take less than this many times what
 #: requests take now, the first time (what it takes to read one from the caches is not known before)
-#: or after it gained, and after it failed: estimates are off by a tenth and more. This goes on where
-#: it turns out to gain the share _GAIN, until it loses as much.
+#: or after it gained, and after it failed: estimates are off by a tenth and more. This goes on
+#: where it turns out to gain the share _GAIN, until it loses as much.
 _FIRST_TRY: Final = 1.5
 _TRY: Final = 0.9
 _GAIN: Final = 0.02
