@@ -19,7 +19,7 @@ W, CHUNKS, LAYERS = 64, 80, 32
 ROWS = W * CHUNKS
 PREFIX_BYTES = 2_600_000_000
 OWN_S = 0.012  # for a request's own tokens
-LEAST = 240  # requests until caches have settled
+LEAST = 380  # requests until caches have settled, and whether to read hot prefixes whole
 
 
 class Shape(NamedTuple):
@@ -48,7 +48,7 @@ class Machine:
         asked, sizes = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
         weights = np.arange(1, n_prefixes + 1) ** -zipf
         popularity = sizes.permutation(weights / weights.sum())
-        self.asked: list[int] = asked.choice(n_prefixes, 640, p=popularity).tolist()
+        self.asked: list[int] = asked.choice(n_prefixes, 800, p=popularity).tolist()
         self.size = sizes.uniform(0.9, 1.1, n_prefixes)
         self.noise = np.random.default_rng([seed, 2])
         self.ranks = np.full((n_prefixes, CHUNKS), -np.inf)

@@ -28,7 +28,9 @@ _MOST: Final = 4096
 #: Least requests for a decision; earlier ones count for less, each by a 64th.
 _ENOUGH: Final = 32
 _DECAY: Final = 1 - 1 / 64
-#: Requests until the caches have followed; and until a try may be seen to have no hope.
+#: Requests until caches that are empty have filled, and what requests take no longer falls; until
+#: caches have followed a turn; and until a try may be seen to have no hope.
+_FILL: Final = 160
 _SETTLE: Final = 64
 _GIVE_UP: Final = 16
 _HOPELESS: Final = 1.25
@@ -153,7 +155,7 @@ class Regime:
     def __init__(self) -> None:
         self.whole = False
         self._wait = _ENOUGH  # requests until it may turn
-        self._n = -_SETTLE  # at first the caches are empty
+        self._n = -_FILL
         self._so_s = self._other_s = 0.0
         self._failed = False  # when last tried
         # When last tried: what was expected, in times what requests took; and how many times that
@@ -194,10 +196,10 @@ class Regime:
         times = self._so_s / max(self._other_s, 1e-9)
         if self.whole:
             self._failed = self._n < _LONG
-            self._worse = max(times / self._expected, 1.0)
+            self._worse = max(times / max(self._expected, 1e-9), 1.0)
             self._wait = min(self._wait * _AGAIN, _MOST) if self._failed else _ENOUGH
         else:
-            self._expected = 1 / times
+            self._expected = self._other_s / max(self._so_s, 1e-9)
         self.whole = not self.whole
         self._n, self._so_s, self._other_s = -_SETTLE, 0.0, 0.0
         self._follow_anew()
@@ -212,7 +214,7 @@ class Regime:
             self._times_then += (times - self._times_then) / self._n_then
             self._times = self._times_then
         elif self._n_then:
-            self._times += (times - self._times) / _ENOUGH
+            self._times += (times - self._times) / _NEWEST
 
     def _follow_anew(self) -> None:
         self._times = self._times_then = 0.0  # now, and once the caches had followed
