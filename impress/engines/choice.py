@@ -39,9 +39,10 @@ _LEAST_GAIN_SHARE: Final = 0.05
 #: The share while only n reads of the own mode are known, n below KNOWN, is this ÷ n instead. Else
 #: a first read that happened to meet a stall would decide until the mode is measured again.
 _FIRST_GAIN_SHARE: Final = 1.0
-#: The share of requests that read everything above which it is what they do; and the weight of the
-#: newest in it.
+#: The shares of requests that read everything above which it is what they do, and below which it no
+#: longer is; and the weight of the newest in it.
 _NEARLY_ALL: Final = 0.75
+_FEWER: Final = 0.5
 _NEWEST_SHARE: Final = 1 / 32
 #: Reads of everything that are remembered, to know what they take whatever the caches hold.
 _WHOLE_READS: Final = 50
@@ -75,7 +76,8 @@ class Rates:
         # alike to tell what a read takes that finds all of it in the caches.
         self._whole_reads = Fit(3, 1 - 1 / _WHOLE_READS)
         self._before = self._costs  # as they were when the regime turned
-        self._exact_share = 0.0  # of requests lately, where rows could be chosen
+        # Of requests lately, where rows could be chosen; and whether it is what they do.
+        self._exact_share, self._all_exact = 0.0, False
         # The mode of the request under way and its costs, where it counts in the regime.
         self._expected: tuple[str, Expected] | None = None
 
@@ -180,7 +182,8 @@ class Rates:
         Effects: counts it.
         """
         self._exact_share += ((choice.mode == "exact") - self._exact_share) * _NEWEST_SHARE
-        return replace(choice, once=False) if self._exact_share > _NEARLY_ALL else choice
+        self._all_exact = self._exact_share > (_FEWER if self._all_exact else _NEARLY_ALL)
+        return replace(choice, once=False) if self._all_exact else choice
 
     def _by_regime(
         self, choice: Choice, n_tokens: int, stored: Stored, seconds: Mapping[str, float | None]
@@ -196,8 +199,8 @@ class Rates:
         now, regime = _known(seconds), self._regime
         if len(now) < len(MODES):
             return choice
-        if not regime.whole and now[choice.mode] < _LEAST_GAIN_S:  # so much cannot be gained
-            return choice
+        if not regime.whole and (self._all_exact or now[choice.mode] < _LEAST_GAIN_S):
+            return choice  # it is as in the other, or so much cannot be gained
         cold = self._if_whole.cold(stored.spans, stored.cache_bytes)
         costs = self._hoped(n_tokens, replace(stored, cold_bytes=cold))
         if hot := 2 * cold < stored.n_bytes:  # read by chosen rows, it would not be in the caches
