@@ -103,26 +103,37 @@ def test_a_prefix_with_more_new_spans_than_there_is_room_for_is_no_error(
     assert whole.cold([span(i) for i in range(10)], 0) == 100
 
 
-def test_a_read_pays_where_as_many_follow_as_went_before_and_once_in_twice_as_many() -> None:
-    key, uses = span(1).key, IfWhole()
+@pytest.mark.parametrize("by_last_use", [False, True])
+def test_a_read_pays_where_as_many_follow_as_went_before_and_once_in_twice_as_many(
+    by_last_use: bool,
+) -> None:
+    key, uses = span(1).key, IfWhole(by_last_use=by_last_use)
     assert not uses.pays(key, -1.0, 1.0)  # nobody asked for it yet
     found = []
-    for i in range(20):
+    for i in range(1000):
         uses.note([span(1)])
         if uses.pays(key, 1.5, 1.0):
             found.append(i + 1)
-    assert found == [2, 5, 11]  # uses fade
+            uses.spend(key)
+    assert found[:3] == [2, 4, 8]
     assert not uses.pays(span(2).key, 0.1, 1.0)
+    for i in range(2000):  # of every tenth request: uses no longer grow, but those spent on fade
+        uses.note([span(1 if i % 10 == 0 else 2)])
+        if uses.pays(key, 1.5, 1.0):
+            found.append(i + 1000)
+            uses.spend(key)
+    assert 6 <= len(found) <= 14 and found[-1] > 2000
 
 
-def test_what_a_place_was_spent_on_is_forgotten_with_its_span(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_spent_is_forgotten_with_its_span(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regime, "_MOST", 1)
     uses = IfWhole()
     for key in (1, 2):
         uses.note([span(key)])
-        assert uses.pays(span(key).key, 0.5, 1.0) and not uses.pays(span(key).key, 0.5, 1.0)
+        assert uses.pays(span(key).key, 0.5, 1.0)
+        uses.spend(span(key).key)
+        assert not uses.pays(span(key).key, 0.5, 1.0)
+    uses.spend(span(1).key)  # forgotten
 
 
 # --- which is cheaper ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from impress.engines.costs import DECAY, KNOWN, MODES, READS, Costs, Fit, Stored
+from impress.engines.costs import DECAY, KNOWN, MODES, MOST_AGE, READS, Costs, Fit, Stored
 from impress.engines.regime import Expected, IfWhole, Regime
 
 #: A mode that seems slower is measured again after it was passed over this many times: 16 at first,
@@ -76,7 +76,7 @@ class Rates:
         # alike to tell what a read takes that finds all of it in the caches.
         self._whole_reads = Fit(3, 1 - 1 / _WHOLE_READS)
         self._before = self._costs  # as they were when the regime turned
-        # Of requests lately, where rows could be chosen; and whether it is what they do.
+        # Of requests lately, in the first regime; and whether it is what they do.
         self._exact_share, self._all_exact = 0.0, False
         # The mode of the request under way and its costs, where it counts in the regime.
         self._expected: tuple[str, Expected] | None = None
@@ -107,8 +107,10 @@ class Rates:
         noted, self._expected = self._expected, None
         if noted is None or noted[0] != mode:
             return
-        if self._regime.tally(seconds, noted[1]) and self._regime.whole:
-            self._before = deepcopy(self._costs)
+        if self._regime.tally(seconds, noted[1]):
+            self._exact_share, self._all_exact = 0.0, False
+            if self._regime.whole:
+                self._before = deepcopy(self._costs)
 
     def estimate(self, n_tokens: int, stored: Stored) -> dict[str, float | None]:
         """Seconds to the first token of n_tokens in each mode; None where too little is known."""
@@ -128,11 +130,17 @@ class Rates:
         seconds = self.estimate(n_tokens, stored)
         reads = self._costs.reads.get(own)
         choice = decide(own, allowed, seconds, n_reads=reads.n_samples if reads else KNOWN)
+        pays = False
         if stored.spans and stored.cache_bytes:
-            choice = self._if_it_pays(choice, own, n_tokens, stored, seconds)
+            in_second = own == "sparse" and self._regime.whole
+            if not in_second and choice.mode == "recompute":
+                pays = self._pays(own, n_tokens, stored, seconds)
+                if pays:
+                    choice = Choice(own, f"{own}: it pays to have it in the caches ({choice.why})")
             if own == "sparse":
                 choice = replace(choice, once=choice.mode == "exact")
-                choice = self._as_is_done(self._by_regime(choice, n_tokens, stored, seconds))
+                choice = choice if in_second else self._as_is_done(choice)
+                choice = self._by_regime(choice, n_tokens, stored, seconds)
             self._if_whole.note(stored.spans)
         for mode in sorted(allowed):
             # Reads of cold prefixes apart: a warm one says nothing about what they take.
@@ -154,27 +162,21 @@ class Rates:
                 self._expected = None  # tells nothing about how requests are served
                 once = mode == "exact" != own
                 return Choice(mode, f"{mode}: measured again, not taken for {n} requests", once)
+        if pays:
+            self._if_whole.spend(stored.spans[-1].key)
         return choice
 
-    def _if_it_pays(
-        self, choice: Choice, own: str, n_tokens: int, stored: Stored,
-        seconds: Mapping[str, float | None],
-    ) -> Choice:  # fmt: skip
-        """The own mode, where a prefix that is cold would be recomputed time and again, though it
-        would soon be cheaper to read: a prefix that is not read never comes to lie in the caches.
-
-        Effects: notes that it was read for that.
-        """
+    def _pays(
+        self, own: str, n_tokens: int, stored: Stored, seconds: Mapping[str, float | None]
+    ) -> bool:
+        """Whether to read a cold prefix in the own mode though recomputing takes less: it would be
+        recomputed time and again, since what is not read never comes to lie in the caches."""
         read_s, recompute_s = seconds.get(own), seconds.get("recompute")
-        if choice.mode != "recompute" or read_s is None or recompute_s is None:
-            return choice
-        warm_s = self.estimate(n_tokens, replace(stored, cold_bytes=0))[own]
-        more_s, saved_s = read_s - recompute_s, recompute_s - (warm_s or 0.0)
-        if not self._if_whole.pays(stored.spans[-1].key, more_s, saved_s):
-            return choice
-        return Choice(
-            own, f"{own}: to lie in the caches, where it is asked for often ({choice.why})"
-        )
+        if read_s is None or recompute_s is None:
+            return False
+        warm_s = self.estimate(n_tokens, replace(stored, cold_bytes=0))[own] or 0.0
+        key = stored.spans[-1].key
+        return self._if_whole.pays(key, read_s - recompute_s, recompute_s - warm_s)
 
     def _as_is_done(self, choice: Choice) -> Choice:
         """The choice; what nearly all requests do is done for those to come, too.
@@ -265,6 +267,8 @@ def _patience(n: int, seconds: float | None, best: float | None) -> int:
 def _too_much(n_samples: int) -> float:
     """How many times the true cost n_samples forwards may suggest, the first of which was slow."""
     weights = DECAY ** np.arange(n_samples)
+    if n_samples > 1:
+        weights[-1] *= DECAY**MOST_AGE
     return float(1 + (_FIRST_IS_SLOWER - 1) * weights[-1] / weights.sum())
 
 

@@ -21,7 +21,7 @@ READS: Final = ("sparse", "exact")
 #: The weight that is left of a sample when the next one has come.
 DECAY: Final = 0.9
 #: At most this many requests without a sample make older samples count for less.
-_MOST_AGE: Final = 16
+MOST_AGE: Final = 16
 #: The weight that each of the last _RARE samples with some of the last amount keeps for good: after
 #: some 200 samples with none of it, the last one with some would else count for nothing.
 _RARE: Final = 4
@@ -87,10 +87,11 @@ class Fit:
         expected = self.seconds(amounts)
         if expected and self.n_samples >= KNOWN:
             seconds = min(seconds, MOST_SURPRISE * expected)
-        if self.n_samples == 1:  # what is new to a process or a disk may stand still for once
-            self._rare.clear()
-            self.age(_MOST_AGE)
         x = np.asarray(amounts, dtype=np.float64)
+        if self.n_samples == 1:  # a process's first takes longer, and may meet a disk that stalls
+            self.age(MOST_AGE)
+            if x[-1]:
+                self._rare.clear()
         self._products = self._decay * self._products + np.outer(x, x)
         self._by_seconds = self._decay * self._by_seconds + seconds * x
         self._squared = self._decay * self._squared + seconds * seconds
@@ -102,7 +103,7 @@ class Fit:
     def age(self, n_requests: int) -> None:
         """`n_requests` went by without a sample: older samples count for less. The costs stay what
         they are until the next sample."""
-        left = DECAY ** min(n_requests, _MOST_AGE)
+        left = DECAY ** min(n_requests, MOST_AGE)
         self._products *= left
         self._by_seconds *= left
         self._squared *= left

@@ -66,8 +66,10 @@ class IfWhole:
         self._at: dict[bytes, int] = {}  # key of a span -> its place in the arrays
         self._keys: list[bytes] = []
         self._bytes = np.zeros(_MOST)
-        self._rank = np.full(_MOST, -np.inf)  # log2 of uses, with what fades added back
-        self._spent = np.zeros(_MOST)  # uses when `pays` last said so
+        # log2 of uses, with what fades added back: by which spans rank; all; when last spent on.
+        self._rank = np.full(_MOST, -np.inf)
+        self._uses = np.full(_MOST, -np.inf)
+        self._spent = np.full(_MOST, -np.inf)
 
     def note(self, spans: Sequence[Span]) -> None:
         """A request asked for a prefix."""
@@ -75,8 +77,8 @@ class IfWhole:
         now = self._tick / HALF_LIFE
         for key in {span.key: None for span in spans}:
             i = self._place(key)
-            uses = 1.0 if self._by_last_use else 1 + 2 ** (self._rank[i] - now)
-            self._rank[i] = np.log2(uses) + now
+            self._uses[i] = np.log2(1 + 2 ** (self._uses[i] - now)) + now
+            self._rank[i] = now if self._by_last_use else self._uses[i]
         for span in spans:
             if span.key in self._at:  # else its place is one of the request's own later spans
                 i = self._at[span.key]
@@ -102,18 +104,17 @@ class IfWhole:
     def pays(self, key: bytes, more_s: float, saved_s: float) -> bool:
         """Whether to read what ends with this span for `more_s` longer than recomputing takes: it
         then lies in the caches, which saves each request to come `saved_s`. As many are expected as
-        there were. Where that came to nothing, it is worth it again after twice as many.
-
-        Effects: notes that it was worth it.
+        there were. Once `spend` was told, not before twice as many have come as are left of these.
         """
         i = self._at.get(key)
-        if i is None:
+        if i is None or self._uses[i] < self._spent[i] + 1:
             return False
-        uses = 2 ** (self._rank[i] - self._tick / HALF_LIFE)
-        if uses < 2 * self._spent[i] or more_s >= uses * saved_s:
-            return False
-        self._spent[i] = uses
-        return True
+        return more_s < saved_s * 2 ** float(self._uses[i] - self._tick / HALF_LIFE)
+
+    def spend(self, key: bytes) -> None:
+        """It is read because that pays."""
+        if (i := self._at.get(key)) is not None:
+            self._spent[i] = self._uses[i]
 
     def _rank_of(self, key: bytes) -> float:
         i = self._at.get(key)
@@ -131,7 +132,8 @@ class IfWhole:
             i = int(self._rank.argmin())
             del self._at[self._keys[i]]
             self._keys[i] = key
-        self._bytes[i], self._rank[i], self._spent[i] = 0, -np.inf, 0
+        self._bytes[i] = 0
+        self._rank[i] = self._uses[i] = self._spent[i] = -np.inf
         self._at[key] = i
         return i
 
@@ -158,8 +160,8 @@ class Regime:
         self._n = -_FILL
         self._so_s = self._other_s = 0.0
         self._failed = False  # when last tried
-        # When last tried: what was expected, in times what requests took; and how many times that
-        # they did take.
+        # When last tried: what was expected, in times what requests took; and where it failed, how
+        # many times that they did take (or were then expected to).
         self._expected = self._worse = 1.0
         # By prefix, while rows of all were chosen: seconds per byte, without what a request takes
         # for its own tokens; and of all of them together seconds and bytes.
@@ -196,7 +198,8 @@ class Regime:
         times = self._so_s / max(self._other_s, 1e-9)
         if self.whole:
             self._failed = self._n < _LONG
-            self._worse = max(times / max(self._expected, 1e-9), 1.0)
+            worse = max(times / max(self._expected, 1e-9), 1.0)
+            self._worse = worse if self._failed else 1.0
             self._wait = min(self._wait * _AGAIN, _MOST) if self._failed else _ENOUGH
         else:
             self._expected = self._other_s / max(self._so_s, 1e-9)

@@ -84,11 +84,16 @@ def pass_by(reading: Reading, sources: Sequence[Source]) -> None:
 
 def _passed_by(reading: Reading, sources: Sequence[Source]) -> None:
     try:
-        layers = range(reading.geometry.n_layers)
+        looked = [
+            (source, layer, _rows_of(source, None))
+            for layer in range(reading.geometry.n_layers) for source in sources
+        ]  # fmt: skip
         reading.history.request(
-            _note(source, layer, _rows_of(source, None), whole=False)
-            for layer in layers for source in sources
-        )  # fmt: skip
+            _note(source, layer, rows, whole=False) for source, layer, rows in looked
+        )
+        for source, layer, rows in looked:
+            window = source.held.record.window
+            judge(reading, source, layer, np.unique(source.ordinals(layer, rows) // window))
         if reading.history.due:
             reading.save_history()
     except Exception:  # nobody waits for it

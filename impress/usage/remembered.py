@@ -38,7 +38,7 @@ HALF_LIFE: Final = 512
 #: Weight of the newest request in its half's averages, once there have been 1 / NEWEST of them;
 #: until then they are plain means.
 NEWEST: Final = 1 / 16
-#: Least weight of the newest request in `every`: who decided to read every row will again.
+#: Weight of the newest request in `every`: who decided to read every row will again.
 WHOLE: Final = 1 / 2
 
 
@@ -66,10 +66,9 @@ class Remembered:
     scores: npt.NDArray[np.float64]  # [n_layers] mean of its chunks', as of the last of `ticks`
     """NaN: to be counted by window. Where rows lie in another order, `History.worth` sets it."""
     looks: npt.NDArray[np.uint8]  # [n_layers, n_windows] decisions, and uses of every row; as seen
-    whole: npt.NDArray[np.float32]  # [n_layers, n_windows] share of those that chose, and fell back
-    every: npt.NDArray[
-        np.float32
-    ]  # [n_layers, n_windows] share that was to have every row; not saved
+    tries: npt.NDArray[np.uint8]  # [n_layers, n_windows] these without `every`; not saved: as many
+    whole: npt.NDArray[np.float32]  # [n_layers, n_windows] share of `tries` that fell back
+    every: npt.NDArray[np.float32]  # [n_layers, n_windows] was to have every row; not saved
     window: int
     summed: Summary | None = None  # what `summary` found; any change sets it to None
 
@@ -81,6 +80,7 @@ class Remembered:
             np.zeros((n_layers, n_windows), dtype=np.float32),
             np.zeros(n_layers, dtype=np.int64),
             np.full(n_layers, np.nan),
+            np.zeros((n_layers, n_windows), dtype=np.uint8),
             np.zeros((n_layers, n_windows), dtype=np.uint8),
             np.zeros((n_layers, n_windows), dtype=np.float32),
             np.zeros((n_layers, n_windows), dtype=np.float32),
@@ -107,15 +107,15 @@ class Remembered:
 
     @staticmethod
     def bytes_of(n_layers: int, n_windows: int, window: int) -> int:
-        """What a span takes in memory: averages of its rows, six numbers a window, ticks,
+        """What a span takes in memory: averages of its rows, seven numbers a window, ticks,
         scores."""
-        return n_layers * (n_windows * (2 * 2 * window + 3 * 1 + 3 * 4) + 16)
+        return n_layers * (n_windows * (2 * 2 * window + 4 * 1 + 3 * 4) + 16)
 
     def copy(self) -> Remembered:
         return Remembered(
             self.halves.copy(), self.seen.copy(), self.uses.copy(), self.ticks.copy(),
-            self.scores.copy(), self.looks.copy(), self.whole.copy(), self.every.copy(),
-            self.window,
+            self.scores.copy(), self.looks.copy(), self.tries.copy(), self.whole.copy(),
+            self.every.copy(), self.window,
         )  # fmt: skip
 
     def part(self, first: int, count: int) -> Remembered:
@@ -129,8 +129,8 @@ class Remembered:
             self.halves[..., rows].copy(), self.seen[..., windows].copy(),
             np.repeat(self.uses.max(axis=1, keepdims=True), count, axis=1),
             self.ticks.copy(), np.full(len(self.ticks), np.nan),
-            self.looks[:, windows].copy(), self.whole[:, windows].copy(),
-            self.every[:, windows].copy(), self.window,
+            self.looks[:, windows].copy(), self.tries[:, windows].copy(),
+            self.whole[:, windows].copy(), self.every[:, windows].copy(), self.window,
         )  # fmt: skip
 
     def chose(self, layer: int, first: int, rows: npt.NDArray[np.bool_], tick: int) -> None:
@@ -152,15 +152,16 @@ class Remembered:
         """Move the shares of requests that needed every row of these windows; arguments as in
         Note. Of one that neither chose nor is `whole` no more is known than that it was not to have
         every row."""
-        every, looks = self.every[layer, windows], self.looks[layer, windows]
+        every = self.every[layer, windows]
+        every += (every_layer - every) * WHOLE
         if not (chose or whole):
-            every *= 1 - WHOLE
             return
+        looks, tries = self.looks[layer, windows], self.tries[layer, windows]
         np.add(looks, 1, out=looks, where=looks < 1 / NEWEST)
-        every += (every_layer - every) * np.maximum(1 / looks, WHOLE)
         if not every_layer:
+            np.add(tries, 1, out=tries, where=tries < 1 / NEWEST)
             fell_back = self.whole[layer, windows]
-            fell_back += (whole - fell_back) / looks
+            fell_back += (whole - fell_back) / tries
 
     def average(self, layers: slice = slice(None)) -> Floats:
         """float32 [n_layers, n_rows]: how often each row was chosen, by all decisions."""
@@ -296,6 +297,7 @@ def decode(raw: bytes) -> Remembered:
         uses.view(np.float32).reshape(n_layers, n_windows).copy(),
         ticks.view(np.int64).copy(),
         np.full(n_layers, score, dtype=np.float64),
+        looks.reshape(n_layers, n_windows).copy(),
         looks.reshape(n_layers, n_windows).copy(),
         whole.view(np.float32).reshape(n_layers, n_windows).copy(),
         np.zeros((n_layers, n_windows), dtype=np.float32),
