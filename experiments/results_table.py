@@ -155,24 +155,17 @@ _BY: Final = ("p50_ms", "mean_ms")
 def across_table(report: Mapping[str, Any]) -> str:
     """p50 of some systems, a line for each cell, with the measured fallback share, the rate of the
     disk that compute was stretched by and fio's before it, and the commit where rows say it."""
-    heads = [
-        "cell",
-        "fell back",
-        "disk GB/s",
-        "fio GB/s",
-        "commit",
-        *_ACROSS,
-        "AS+H2O+LFU ÷ impress",
-        "by the mean",
-        "auto ÷ best of three",
-        "by the mean",
-    ]
+    cells = by_cell(report["rows"])
+    across = [name for name in _ACROSS if any(name in systems for systems in cells.values())]
+    pair = ["AS+H2O+LFU ÷ impress", "by the mean"] if {"as_h2o_lfu", "impress"} <= {*across} else []
+    fell_back = ["fell back"] if "impress" in across else []
+    barred = ["auto ÷ best of three", "by the mean"]
+    heads = ["cell", *fell_back, "disk GB/s", "fio GB/s", "commit", *across, *pair, *barred]
     made = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for label, systems in by_cell(report["rows"]).items():
+    for label, systems in cells.items():
         p50 = {name: row["p50_ms"] for name, row in systems.items()}
         lfu, ours = (systems.get(name, {}) for name in ("as_h2o_lfu", "impress"))
         ratios = [times(lfu, ours, of) if of in lfu and of in ours else None for of in _BY]
-        barred = [worst_of(systems, of) for of in _BY]
         fell = systems["impress"]["fell_back"] if "impress" in systems else ""
         commits = dict.fromkeys(row.get("commit", "") for row in systems.values())
         rates = [
@@ -181,13 +174,15 @@ def across_table(report: Mapping[str, Any]) -> str:
         ]  # fmt: skip
         by_fio = [row["fio_gb_s"] for row in systems.values() if "fio_gb_s" in row]
         values = [
-            fell,
+            *([fell] if fell_back else []),
             rates[0] if rates else "",
             by_fio[0] if by_fio else "",
             " ".join(commits),
-            *(p50.get(name, "") for name in _ACROSS),
-            *(_with_interval(found, 3) for found in ratios),
-            *(_with_interval(found, 4) for found in barred),  # a bar of 1.05 within 1.0533
+            *(p50.get(name, "") for name in across),
+            *(_with_interval(found, 3) for found in ratios if pair),
+            *(
+                _with_interval(worst_of(systems, of), 4) for of in _BY
+            ),  # a bar of 1.05 within 1.0533
         ]
         made.append(f"| {label} | {' | '.join(_cell(value) for value in values)} |")
     return "\n".join(made) + "\n"
