@@ -196,15 +196,20 @@ def test_cells_stand_side_by_side_and_the_base_cell_in_full(tmp_path: Path) -> N
     text = _filled(tmp_path, "ttft.cells", {"ttft": report})
     assert "| base | 0.25 | 2 | 3 | abc | 30 | 20 | 10 | 12 | 40 |  | 2 | 2 |  |  |" in text
     assert "| zipf 1.2 |  | 2 |  |  | 30 |  |  | 10 | 40 | 11 |  |  | 1.1 | 1.1 |" in text
-    few = {"ttft_modes": {"figures": {}, "rows": report["rows"][-4:]}}  # no system that falls back
-    text = _filled(tmp_path, "ttft_modes.cells", few)
-    assert "| cell | disk GB/s | fio GB/s | commit | recompute | quality | exact | auto |" in text
-    assert "| zipf 1.2 | 2 |  |  | 30 | 10 | 40 | 11 | 1.1 | 1.1 |" in text
     page = tmp_path / "page.md"
     page.write_text(PAGE.replace("NAME", "ttft"))
     results_table.fill(page, tmp_path / "results")
     assert page.read_text().count("| base |") == 5
     assert "zipf 1.2" not in page.read_text()
+
+
+def test_a_table_across_cells_has_the_systems_that_were_measured(tmp_path: Path) -> None:
+    made = {"part": "cell", "cell": "zipf 1.2", "dilation": 2.5}
+    ms = {"recompute": 30.0, "quality": 10.0, "exact": 40.0, "auto": 11.0}
+    rows = [{**made, "system": name, "p50_ms": n, "mean_ms": n} for name, n in ms.items()]
+    text = _filled(tmp_path, "ttft_modes.cells", {"ttft_modes": {"figures": {}, "rows": rows}})
+    assert "| cell | disk GB/s | fio GB/s | commit | recompute | quality | exact | auto |" in text
+    assert "| zipf 1.2 | 2 |  |  | 30 | 10 | 40 | 11 | 1.1 | 1.1 |" in text
 
 
 def test_waits_that_end_late_beside_readers_are_said(tmp_path: Path) -> None:
