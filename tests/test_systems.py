@@ -439,12 +439,12 @@ def test_the_mode_is_chosen_by_what_things_cost(dilation: float, mode: str, data
         (server,) = bench.servers
         asking = bench.asking(*bench._asked[0])
         with server._lease(asking) as lease:  # while warming, whatever it costs
-            assert server._mode(lease.n_tokens, None) == "sparse"
+            assert server._choice(lease.n_tokens, None).mode == "sparse"
         server.choose_modes(len(asking.tokens))
         with server._lease(asking) as lease:
             stored, slow = server._stored(lease), Served(5.0, 5.0, 0.0, mode="sparse")
             server._learn(server._rates, len(asking.tokens), stored, slow)  # by the stated machine
-            assert server._mode(lease.n_tokens, stored) == mode
+            assert server._choice(lease.n_tokens, stored).mode == mode
 
 
 def test_the_mode_is_learnt_while_caches_are_warmed(data: Data) -> None:
