@@ -206,8 +206,10 @@ class Bench:
 
     def _warm(self, server: Server, dilation: float) -> Warmed:
         rates: list[float] = []
-        flat, n = False, self.load.n_warm
-        while not flat and len(rates) < self.load.most_windows:
+        flat, n, most = False, self.load.n_warm, self.load.most_windows
+        # The first try of reading hot prefixes whole ends after some 350 requests (regime.py).
+        least = most if server.system.auto else LEAST_WINDOWS
+        while len(rates) < most and not (flat and len(rates) >= least):
             part = self._asked[len(rates) * n :][:n]
             if len(rates) >= LEAST_WINDOWS:
                 self._prepare(part)
