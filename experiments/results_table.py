@@ -180,9 +180,8 @@ def across_table(report: Mapping[str, Any]) -> str:
             " ".join(commits),
             *(p50.get(name, "") for name in across),
             *(_with_interval(found, 3) for found in ratios if pair),
-            *(
-                _with_interval(worst_of(systems, of), 4) for of in _BY
-            ),  # a bar of 1.05 within 1.0533
+            # Four digits: a bar of 1.05 may lie within 1.0533.
+            *(_with_interval(worst_of(systems, of), 4) for of in _BY),
         ]
         made.append(f"| {label} | {' | '.join(_cell(value) for value in values)} |")
     return "\n".join(made) + "\n"

@@ -130,16 +130,11 @@ class Rates:
         seconds = self.estimate(n_tokens, stored)
         reads = self._costs.reads.get(own)
         choice = decide(own, allowed, seconds, n_reads=reads.n_samples if reads else KNOWN)
-        pays = False
+        pays = choice.mode == "recompute" and self._pays(own, n_tokens, stored, seconds)
+        if pays:
+            choice = Choice(own, f"{own}: it pays to have it in the caches ({choice.why})")
         if stored.spans and stored.cache_bytes:
-            in_second = own == "sparse" and self._regime.whole
-            if not in_second and choice.mode == "recompute":
-                pays = self._pays(own, n_tokens, stored, seconds)
-                if pays:
-                    choice = Choice(own, f"{own}: it pays to have it in the caches ({choice.why})")
             if own == "sparse":
-                choice = replace(choice, once=choice.mode == "exact")
-                choice = choice if in_second else self._as_is_done(choice)
                 choice = self._by_regime(choice, n_tokens, stored, seconds)
             self._if_whole.note(stored.spans)
         for mode in sorted(allowed):
@@ -170,22 +165,28 @@ class Rates:
         self, own: str, n_tokens: int, stored: Stored, seconds: Mapping[str, float | None]
     ) -> bool:
         """Whether to read a cold prefix in the own mode though recomputing takes less: it would be
-        recomputed time and again, since what is not read never comes to lie in the caches."""
+        recomputed time and again, since what is not read never comes to lie in the caches. In the
+        second regime that goes by what the caches would hold."""
         read_s, recompute_s = seconds.get(own), seconds.get("recompute")
-        if read_s is None or recompute_s is None:
+        if read_s is None or recompute_s is None or not (stored.spans and stored.cache_bytes):
+            return False
+        if own == "sparse" and self._regime.whole:
             return False
         warm_s = self.estimate(n_tokens, replace(stored, cold_bytes=0))[own] or 0.0
         key = stored.spans[-1].key
         return self._if_whole.pays(key, read_s - recompute_s, recompute_s - warm_s)
 
-    def _as_is_done(self, choice: Choice) -> Choice:
-        """The choice; what nearly all requests do is done for those to come, too.
+    def _by_caches(self, choice: Choice) -> Choice:
+        """The choice in the first regime. What is read whole there is so `once`: it would else stay
+        in the caches whole, at the cost of others' chosen rows, and so be read whole again. But
+        what nearly all requests do is done for those to come, too.
 
         Effects: counts it.
         """
-        self._exact_share += ((choice.mode == "exact") - self._exact_share) * _NEWEST_SHARE
+        is_exact = choice.mode == "exact"
+        self._exact_share += (is_exact - self._exact_share) * _NEWEST_SHARE
         self._all_exact = self._exact_share > (_FEWER if self._all_exact else _NEARLY_ALL)
-        return replace(choice, once=False) if self._all_exact else choice
+        return replace(choice, once=is_exact and not self._all_exact)
 
     def _by_regime(
         self, choice: Choice, n_tokens: int, stored: Stored, seconds: Mapping[str, float | None]
@@ -193,12 +194,11 @@ class Rates:
         """The choice as it is, made by what the caches hold; in the regime where hot prefixes are
         read whole, the cheapest mode under it.
 
-        In the first, what is read whole is so `once`: it would else stay in the caches whole, at
-        the cost of others' chosen rows, and so be read whole again.
-
         Effects: notes what is expected of it in this regime, and would be in the other.
         """
         now, regime = _known(seconds), self._regime
+        if not regime.whole:
+            choice = self._by_caches(choice)
         if len(now) < len(MODES):
             return choice
         if not regime.whole and (self._all_exact or now[choice.mode] < _LEAST_GAIN_S):

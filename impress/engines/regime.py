@@ -162,7 +162,7 @@ class Regime:
         self._failed = False  # when last tried
         # When last tried: what was expected, in times what requests took; and where it failed, how
         # many times that they did take (or were then expected to).
-        self._expected = self._worse = 1.0
+        self._hoped = self._worse = 1.0
         # By prefix, while rows of all were chosen: seconds per byte, without what a request takes
         # for its own tokens; and of all of them together seconds and bytes.
         self._chosen: OrderedDict[Span, float] = OrderedDict()
@@ -198,11 +198,11 @@ class Regime:
         times = self._so_s / max(self._other_s, 1e-9)
         if self.whole:
             self._failed = self._n < _LONG
-            worse = max(times / max(self._expected, 1e-9), 1.0)
+            worse = max(times / max(self._hoped, 1e-9), 1.0)
             self._worse = worse if self._failed else 1.0
             self._wait = min(self._wait * _AGAIN, _MOST) if self._failed else _ENOUGH
         else:
-            self._expected = self._other_s / max(self._so_s, 1e-9)
+            self._hoped = self._other_s / max(self._so_s, 1e-9)
         self.whole = not self.whole
         self._n, self._so_s, self._other_s = -_SETTLE, 0.0, 0.0
         self._follow_anew()

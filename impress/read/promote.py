@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -83,7 +84,7 @@ def pass_by(reading: Reading, sources: Sequence[Source]) -> None:
 
 
 def _passed_by(reading: Reading, sources: Sequence[Source]) -> None:
-    try:
+    with _behind(reading, sources):
         looked = [
             (source, layer, _rows_of(source, None))
             for layer in range(reading.geometry.n_layers) for source in sources
@@ -94,12 +95,25 @@ def _passed_by(reading: Reading, sources: Sequence[Source]) -> None:
         for source, layer, rows in looked:
             window = source.held.record.window
             judge(reading, source, layer, np.unique(source.ordinals(layer, rows) // window))
-        if reading.history.due:
-            reading.save_history()
-    except Exception:  # nobody waits for it
+        _save(reading)
+
+
+@contextmanager
+def _behind(reading: Reading, sources: Sequence[Source]) -> Iterator[None]:
+    """Around what follows a request: what is known of spans that are gone by then is forgotten."""
+    try:
+        yield
+    except Exception:  # nobody waits for it, and the cache may forget
         log.exception("what follows a request failed")
     finally:
         reading.forget_gone(source.span for source in sources)
+
+
+def _save(reading: Reading) -> None:
+    """Save history, where it is due. Not before chunks are judged: a span is saved with its
+    score."""
+    if reading.history.due:
+        reading.save_history()
 
 
 def _queue(reading: Reading, tasks: list[Task]) -> None:
@@ -117,16 +131,11 @@ def after(
     reading: Reading, sources: Sequence[Source], looked: Sequence[Looked], need: Need
 ) -> None:
     """Learn from a request, judge the copies by it, fetch what it used but read only in part."""
-    try:
+    with _behind(reading, sources):
         learn(reading, sources, looked, need)
         worths = [_judged(reading, sources, one) for one in looked]
-        if reading.history.due:  # not before they are judged: a span is saved with its score
-            reading.save_history()
+        _save(reading)
         fetch(reading, sources, looked, worths)
-    except Exception:  # nobody waits for it, and the cache may forget
-        log.exception("what follows a request failed")
-    finally:
-        reading.forget_gone(source.span for source in sources)
 
 
 def count(reading: Reading, looked: Sequence[Looked]) -> None:
