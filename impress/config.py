@@ -199,6 +199,17 @@ def expanded(path: str | os.PathLike[str], what: str, error: type[ImpressError] 
         ) from None
 
 
+def in_full(path: Path) -> Path:
+    """The full path, for use from another directory. Raises BadInput where it cannot be told: the
+    system's own error names no file."""
+    try:
+        return path.absolute()
+    except FileNotFoundError:
+        raise BadInput(
+            f"{path}: the directory this runs in was deleted; go to another, or name it in full"
+        ) from None
+
+
 def default_store_dir() -> Path:
     """Where commands look without --store: $IMPRESS_STORE, else the user's cache directory."""
     chosen = os.environ.get("IMPRESS_STORE")

@@ -16,7 +16,7 @@ from typing import Any
 
 from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, root_key
 from impress.cache.copies import Copies
-from impress.config import Config, expanded, tenant_secret
+from impress.config import Config, expanded, in_full, tenant_secret
 from impress.errors import FORKED, BadInput, ImpressError, StoreFailed
 from impress.read.parts import miss, sources_of
 from impress.read.placement import Placed, placed
@@ -96,9 +96,9 @@ class PrefixStore:
         if mode not in ("rw", "r"):
             raise BadInput(f'open: mode must be "rw" or "r", got {mode!r}')
         check_types(path, geometry, namespace, config)
-        config, where = config or Config(), expanded(path, "path")
+        where = in_full(expanded(path, "path"))  # files opened after a chdir are this store's, too
         try:
-            check_settings(config, geometry)  # before an empty directory is made a store
+            check_settings(config := config or Config(), geometry)  # before a directory is a store
             identity = matching_identity(where, geometry, config.window, create=mode == "rw")
             return cls(where, identity, namespace, config, write=mode == "rw")
         except MediumError as err:
@@ -311,7 +311,7 @@ class PrefixStore:
         return self._usable("follow").follow()
 
     def drop_caches(self) -> None:
-        """Empty the DRAM tier and the cached tables; home keeps everything."""
+        """Empty HBM, DRAM and the cached tables; home keeps everything."""
         self._usable("drop_caches", closed=True)
         self._copies.clear()
         self._tables.clear()

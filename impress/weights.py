@@ -60,9 +60,17 @@ class StoredTensor(NamedTuple):
 def weights_of(directory: Path, files: Sequence[Path] | None = None) -> bytes:
     """The digest of a directory's weights, from the user's cache where the files are unchanged.
 
-    `files`: those in it that hold the weights, where these are not a model's.
+    `files`: those in it that hold the weights, where these are not a model's. Raises BadInput where
+    one cannot be read.
     """
-    files = weight_files(directory) if files is None else files
+    try:
+        return _weights_of(directory, weight_files(directory) if files is None else files)
+    except OSError as err:
+        where = err.filename or directory
+        raise BadInput(f"namespace: cannot read {where}: {err.strerror}") from None
+
+
+def _weights_of(directory: Path, files: Sequence[Path]) -> bytes:
     stamp: list[list[Any]] = [["rules", _RULES]]
     is_clocked = True
     for path in files:

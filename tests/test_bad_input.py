@@ -369,6 +369,37 @@ def test_geometries_that_are_none(fields: dict) -> None:
         impress.Geometry(**{**good, **fields})
 
 
+def test_a_store_named_by_a_relative_path_stays_itself_after_chdir(
+    tmp_path: Path, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments that were opened later were looked for where the process was by then. They were not
+    found there, and what they held was deleted from the index for good; or they were another
+    store's, and were written to."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    tokens, n_tokens = prompt(130), 128
+    with impress.PrefixStore.open("store", geometry, "t", CONFIG) as store:
+        assert put_prompt(store, tokens).wait(60)
+    with impress.PrefixStore.open("store", geometry, "t", CONFIG) as store:
+        monkeypatch.chdir(there)
+        assert store.path == here / "store"
+        assert_serves(store, tokens, n_tokens)  # no segment was open yet
+        assert put_prompt(store, prompt(130, 1)).wait(60)
+    assert list(there.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["lost+found", ".impress-doctor-x"])
+def test_a_new_file_system_may_be_mounted_as_the_store(
+    tmp_path: Path, geometry: impress.Geometry, name: str
+) -> None:
+    """Every new ext4 has a folder: `impress doctor` measured there, and then no store was made."""
+    (tmp_path / "disk" / name).mkdir(parents=True)
+    with impress.PrefixStore.open(tmp_path / "disk", geometry, "t", CONFIG) as store:
+        assert store.lookup(prompt(130)) == 0
+
+
 def test_directories_that_are_no_stores_are_left_alone(
     tmp_path: Path, geometry: impress.Geometry
 ) -> None:

@@ -20,10 +20,12 @@ from typer.testing import CliRunner
 import impress
 from impress.cli.explain import explain
 from impress.cli.main import app
+from impress.cli.models import loading
 from impress.cli.run import run
 from impress.engines import hf
 from impress.errors import BadInput, StoreFailed, StoreMismatch, Unsupported
 from impress.namespace import namespace_of
+from impress.terminal import line_of
 from impress.write.index import Index
 
 WORDS = [f"w{i}" for i in range(200)]
@@ -312,6 +314,14 @@ def test_weights_whose_download_was_cut_off_are_refused(here, tmp_path, kind):
     with pytest.raises(BadInput, match="fetch it again"):
         run(tmp_path, here / "text", "w1", tmp_path / "store")
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")], ids=str)
+def test_a_model_for_which_there_is_no_memory_or_thread_need_not_be_fetched_again(error):
+    """Users were told to, for 16 GB, where a container had too little of either."""
+    with pytest.raises(type(error)) as raised, loading("model", "weights do"):
+        raise error
+    assert raised.value is error and "download" not in line_of(error)
 
 
 def test_a_tokenizer_whose_download_was_cut_off_is_refused(here, tmp_path):

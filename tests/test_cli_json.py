@@ -102,6 +102,9 @@ def test_a_shard_that_rebuild_leaves_alone_is_in_its_report_and_status(path: Pat
     with opened(path):
         done = run("rebuild", "--store", path)
         assert_refused(done, f"shard main is open for writing by process {os.getpid()}: stop that")
+        done, found = run_json("rebuild", "--store", path)  # it said so to people alone
+        assert (done.returncode, found["busy_shards"], found["spans"]) == (2, ["main"], 0)
+        assert f"{path}: shard main is open" in done.stderr
         with impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG) as second:
             put(second, [*PROMPT, *range(64)])
         done, found = run_json("rebuild", "--store", path)

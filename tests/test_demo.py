@@ -237,6 +237,9 @@ def test_commands_it_shows_are_called_as_it_was(monkeypatch):
     monkeypatch.setattr("sys.argv", [".venv/bin/impress", "demo"])
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert story.command() == ".venv/bin/impress"
+    monkeypatch.setattr("sys.argv", ["/a b/impress/__main__.py", "demo"])
+    monkeypatch.setattr("sys.executable", "/a b/python")
+    assert story.command() == "'/a b/python' -m impress"  # it was impress, which was not found
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert story.command() == "impress"
 

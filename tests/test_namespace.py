@@ -400,6 +400,23 @@ def test_what_is_no_model_directory_is_bad_input_naming_it(saved, broken):
         namespace_of(saved)
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
+def test_weights_that_may_not_be_read_are_bad_input(tmp_path, monkeypatch, name):
+    """It was the system's own error, of which README says that there is none."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(b"x")
+    real = Path.open
+
+    def refused(self, *args, **named):
+        if self.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return real(self, *args, **named)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(BadInput, match=f"cannot read .*{name}: Permission denied"):
+        namespace_of(tmp_path)
+
+
 @pytest.mark.parametrize("what", [5, None, b"x", [], "\ud800", "a\0b"], ids=repr)
 def test_what_is_neither_path_nor_model_is_bad_input(what):
     """It raised an AttributeError about whatever came in, or the system's ValueError."""

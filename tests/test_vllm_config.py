@@ -14,12 +14,13 @@ import pytest
 from console import two_prompts
 from typer.testing import CliRunner
 
+from impress.cli import options
 from impress.cli.main import app
 from impress.cli.options import window_of
 from impress.config import Config
 from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
 from impress.engines.vllm.settings import Settings, at_least, policy_of
-from impress.errors import ConfigError
+from impress.errors import ConfigError, StoreFailed
 from impress.policy import Exact, Paper, Quality
 from tests.vllm.install import BROKEN, VLLM
 
@@ -84,6 +85,19 @@ def test_the_store_is_the_same_wherever_the_server_runs(
         assert extra["store"] == str(stored)
 
 
+def test_a_store_that_only_the_server_may_read_has_a_config_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Once it existed, whoever wrote the service's unit file was refused."""
+
+    def refused(path: Path) -> None:
+        raise StoreFailed(f"{path}/impress.json: Permission denied")
+
+    monkeypatch.setattr(options, "read_identity", refused)
+    printed = CliRunner().invoke(app, ["vllm-config", "--store", str(tmp_path)])
+    assert printed.exit_code == 0 and str(tmp_path) in printed.stdout
+
+
 def test_a_home_that_nobody_knows_is_one_line_and_2() -> None:
     """Python raises RuntimeError for it: a traceback, and status 1."""
     printed = CliRunner().invoke(app, ["vllm-config", "--store", "~no-such-user/s"])
@@ -119,6 +133,14 @@ def test_a_setting_of_another_kind_is_refused_by_name(extra: dict[str, object], 
     """The word "false" counted as true: a server shared KV, or stored it, against what was set."""
     with pytest.raises(ConfigError, match=said):
         Settings.of({"store": "x", **extra})
+
+
+def test_a_store_named_by_a_relative_path_is_where_the_server_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `release` after a chdir found no such store, and left it open."""
+    monkeypatch.chdir(tmp_path)
+    assert Settings.of({"store": "x"}).store == tmp_path / "x"
 
 
 def test_a_server_that_follows_no_other_is_refused() -> None:

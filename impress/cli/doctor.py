@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from impress.cli.options import Json, Store, absolute, print_json, store_dir
+from impress.cli.options import Json, Store, print_json, store_dir
+from impress.config import in_full
 from impress.terminal import err, number, out, size
 from impress.upkeep.doctor import Finding, examine, machine
 from tiers.engines import ENGINES
@@ -55,7 +56,7 @@ def doctor(
 def _nearest(path: Path) -> Path:
     """The store's parent, or the nearest directory above it that exists; the store itself where it
     is on another file system than its parent (a mount point, say), or only it may be written to."""
-    path = absolute(path)
+    path = in_full(path)
     if path.is_dir():
         apart = path.stat().st_dev != path.parent.stat().st_dev
         if apart or (os.access(path, os.W_OK) and not os.access(path.parent, os.W_OK)):

@@ -53,7 +53,7 @@ def inspect(
     Reads a snapshot of the indexes but no rows, needs no model and holds up no writer: it works
     while other processes write to the store, each to its shard. The SSD tier is the directory;
     copies in HBM and DRAM belong to the process that has the store open, so they are shown only
-    with --metrics. Leases of a running writer are counted here once it has closed; where prompts
+    with --metrics. Leases of a running writer are counted here as it last saved them; where prompts
     share part of a span, the leases of its most used part stand for all of it. "important" is the
     share of a tier's rows that sparse requests chose. A chunk's score is its uses, which fade,
     times that share of its rows; "score" is the mean of the chunks of a prefix's spans, as last

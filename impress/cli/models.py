@@ -15,6 +15,7 @@ from typing import Any, Final
 from impress.errors import BadInput, Unsupported
 from impress.terminal import err
 from impress.types import Geometry
+from tiers.threads import no_more_threads
 
 #: Unless it is told, Transformers asks on the terminal whether to run code that comes with a model.
 _HERE: Final = {"local_files_only": True, "trust_remote_code": False}
@@ -89,7 +90,11 @@ def loading(model: object, part: str) -> Iterator[None]:
                 f"--model {model}: its code comes with it (auto_map), of which impress runs none"
             ) from None
         raise BadInput(f"--model {model}: {str(error)[:300]}") from None
+    except MemoryError:
+        raise
     except Exception as error:  # safetensors, pickle; Rust tokenizers raise a bare Exception
+        if no_more_threads(error):
+            raise
         raise BadInput(
             f"--model {model}: its {part} not load; where the download was cut off, fetch it again "
             f"({str(error)[:200] or type(error).__name__})"

@@ -14,8 +14,8 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 import typer
 
 from impress.cli.owner import become_owner, whose
-from impress.config import MOST_BYTES, Config, default_store_dir, expanded
-from impress.errors import BadInput, FormatError
+from impress.config import MOST_BYTES, Config, default_store_dir, expanded, in_full
+from impress.errors import BadInput, FormatError, StoreFailed
 from impress.policy import Exact, Paper, Policy, Quality
 from impress.report import plain, write_text
 from impress.terminal import line_of
@@ -51,17 +51,6 @@ def text_of(file: Path) -> str:
         return file.read_bytes().decode()  # unchanged: its line ends are tokens
     with open(0, "rb", closefd=False) as stdin:
         return stdin.read().decode()
-
-
-def absolute(where: Path) -> Path:
-    """The full path, for use from another directory. Raises BadInput where it cannot be told: the
-    system's own error names no file."""
-    try:
-        return where.absolute()
-    except FileNotFoundError:
-        raise BadInput(
-            f"{where}: the directory this runs in was deleted; go to another, or name it in full"
-        ) from None
 
 
 Store = Annotated[
@@ -129,7 +118,7 @@ def store_dir(given: Path | None) -> Path:
 
 def window_of(store: Path) -> int:
     """A readable store's window, else the default: opening the store says why it is unreadable."""
-    with suppress(FormatError, OSError):
+    with suppress(FormatError, StoreFailed):
         return read_identity(store).window
     return Config().window
 
@@ -189,7 +178,7 @@ def by_owner(command: Callable[P, None]) -> Callable[P, None]:
     def owned(*args: P.args, **kwargs: P.kwargs) -> None:
         given: Any = kwargs["store"]
         kwargs["store"] = where = store_dir(given)  # while ~ is still the caller's home
-        become_owner(absolute(where))
+        become_owner(in_full(where))
         command(*args, **kwargs)
 
     return owned
@@ -227,7 +216,7 @@ def check_json(file: Path | None) -> None:
     if file.is_dir():
         raise BadInput(f"--json {file}: a directory; name a file, or - for stdout")
     dangles = file.is_symlink() and not file.exists()
-    folder = (file.resolve() if dangles else absolute(file)).parent
+    folder = (file.resolve() if dangles else in_full(file)).parent
     if not folder.is_dir():
         raise BadInput(f"--json {file}: no such folder")
     into = file.exists() and (file.is_symlink() or not file.is_file())

@@ -10,6 +10,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from impress.cli.options import Json, Store, print_json, store_dir
+from impress.errors import StoreFailed, StoreLocked
 from impress.terminal import count, err, out, size
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.scan import Rebuilt
@@ -47,7 +48,14 @@ def rebuild(
     impress rebuild --store /mnt/nvme/store
     """
     where = store_dir(store)
-    found = _with_progress(where, dry_run)
+    found = Rebuilt()
+    try:
+        _with_progress(where, dry_run, found)
+    except (StoreLocked, StoreFailed):
+        if not (as_json and (found.busy_shards or found.failed_shards)):
+            raise
+        print_json({"store": str(where), "dry_run": dry_run, **asdict(found)})
+        raise
     if as_json:
         print_json({"store": str(where), "dry_run": dry_run, **asdict(found)})
     else:
@@ -57,16 +65,17 @@ def rebuild(
         raise typer.Exit(1)
 
 
-def _with_progress(where: Path, dry_run: bool) -> Rebuilt:
+def _with_progress(where: Path, dry_run: bool, found: Rebuilt) -> None:
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
     )  # fmt: skip
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("scanning", total=None)
-        return rebuild_store(
+        rebuild_store(
             where,
             dry_run=dry_run,
+            found=found,
             progress=lambda what, done, of: bar.update(
                 task, description=what, completed=done, total=of
             ),

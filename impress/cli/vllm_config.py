@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from impress.cli.options import DiskGib, Store, absolute, store_dir, window_of
-from impress.config import MIB, MOST_BYTES, Config
+from impress.cli.options import DiskGib, Store, store_dir, window_of
+from impress.config import MIB, MOST_BYTES, Config, in_full
 from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
 from impress.errors import BadInput
 from impress.policy import Paper, Quality
@@ -50,7 +50,7 @@ def vllm_config(
     --no-async-scheduling --kv-transfer-config "$(impress vllm-config --store DIR)"
     (docs/VLLM.md, "On CUDA": not yet run)
     """
-    where = absolute(store_dir(store))  # the server may run in another directory
+    where = in_full(store_dir(store))  # the server may run in another directory
     typer.echo(json.dumps(_config(str(where), policy, floor, dram_mib, disk_gib)))
 
 

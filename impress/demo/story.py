@@ -155,7 +155,7 @@ def _explain(figures: dict[str, float]) -> None:
 def _say_where(folder: Path) -> None:
     place = lookup_place(folder, CHECKPOINTS[-1])
     question = questions(unseen(1)[0], "copa", 1)[0].text
-    impress = shlex.quote(command())
+    impress = command()
     first, last, model, text = (
         shlex.quote(str(path))
         for path in (
@@ -174,9 +174,13 @@ def _say_where(folder: Path) -> None:
 
 
 def command() -> str:
-    """How this program is called again: by its name where the shell finds it."""
+    """How a shell calls this program again: by its name, where the shell finds it."""
+    if shutil.which("impress"):
+        return "impress"
     called = Path(sys.argv[0])
-    return "impress" if shutil.which("impress") or called.name != "impress" else str(called)
+    if called.name == "impress":
+        return shlex.quote(str(called))
+    return f"{shlex.quote(sys.executable)} -m impress"
 
 
 def _head(text: str) -> None:

@@ -72,20 +72,22 @@ _Name = int | tuple[bytes, bytes]  # what only one span may have: an id; keys be
 
 
 def rebuild_store(
-    path: Path, *, dry_run: bool = False, progress: Progress | None = None
-) -> Rebuilt:
+    path: Path, *, dry_run: bool = False, progress: Progress | None = None,
+    found: Rebuilt | None = None,
+) -> Rebuilt:  # fmt: skip
     """Scan, verify, and put new indexes in place (not when `dry_run`), shard by shard.
 
-    Needs the writers' locks: a shard that is open for writing is named, and left alone. So is one
-    that cannot be read, or whose new index cannot be written.
+    Needs the writers' locks: a shard that is open for writing, cannot be read, or whose new index
+    cannot be written, is named and left alone. `found`: filled even where this raises.
     Raises FormatError (no store, no segments); StoreLocked, StoreFailed (no shard was rebuilt).
     """
-    say = progress or (lambda what, done, of: None)
-    strays, shards = said_of_strays(path), [s for s in shards_of(path) if s.segments.is_dir()]
+    say, found = progress or (lambda what, done, of: None), found or Rebuilt()
+    found.notes += said_of_strays(path)
+    shards = [shard for shard in shards_of(path) if shard.segments.is_dir()]
+    errors, mine = list[Exception](), list[Shard]()
     if not shards:
         read_identity(path)  # says what is wrong with a path that is not a store
-        raise FormatError("; ".join([f"{path}: no segments to rebuild from", *strays]))
-    found, errors, mine = Rebuilt(notes=strays), list[Exception](), list[Shard]()
+        raise FormatError("; ".join([f"{path}: no segments to rebuild from", *found.notes]))
     try:
         for shard in shards:
             try:
@@ -184,9 +186,7 @@ def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
 
     Notes in `found` where the first cannot be read; the second is then empty.
     """
-    # One that a rebuild set aside is not asked: it knows of no purge since.
-    old = shard.index
-    if not old.exists():
+    if not (old := shard.index).exists():  # one that was set aside knows of no purge since
         found.notes.append(
             f"there is no index of shard {shard.name} to ask what was still to be erased; where a "
             "purge was cut off, purge again"

@@ -40,6 +40,9 @@ from tiers.segments import SEGMENTS
 log = logging.getLogger("impress")
 
 IDENTITY: Final = "impress.json"
+#: Beginnings of names beside which a directory counts as empty: its drafts, what `impress doctor`
+#: measures with, and what is in every new ext4, which may be mounted as the store.
+_OURS: Final = (f".{IDENTITY}", ".impress-doctor-", "lost+found")
 _UUID_BYTES: Final = 16
 #: Ids a shard may give its spans; shard n's begin at n times this.
 SPANS: Final = 1 << 40
@@ -131,7 +134,7 @@ def make_identity(path: Path, geometry: Geometry, window: int) -> None:
         for folder in new:
             with suppress(PermissionError):  # a folder that may be written but not read
                 sync_path(folder.parent)
-        foreign = [p.name for p in path.iterdir() if not p.name.startswith(f".{IDENTITY}")]
+        foreign = [p.name for p in path.iterdir() if not p.name.startswith(_OURS)]
         if foreign and not (path / IDENTITY).exists():
             _check_lost(path)
             raise FormatError(

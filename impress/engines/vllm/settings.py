@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from impress.config import Config
+from impress.config import Config, in_full
 from impress.engines.hf_chosen import check_policy
 from impress.engines.hf_models import check_kind
 from impress.engines.vllm import BACKEND, CUDA_BACKEND
@@ -93,7 +93,7 @@ class Settings:
                 f"vllm: 'config' is an object of impress.Config's settings, got {given['config']!r}"
             )
         try:
-            store = Path(given["store"]).expanduser()
+            store = in_full(Path(given["store"]).expanduser())
         except RuntimeError:
             raise ConfigError(f"vllm: store {given['store']!r}: no such user's home") from None
         policy = policy_of(given["policy"] or {"name": "exact"})
