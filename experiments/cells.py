@@ -25,6 +25,12 @@ def state_file(report: Path | None) -> Path | None:
     return report.with_name(f"{report.stem}.cells.jsonl")
 
 
+def rounds_file(report: Path | None) -> Path | None:
+    """Where the rounds of a cell under way are kept (Rounds), beside the finished cells."""
+    state = state_file(report)
+    return state and state.with_name(state.name.replace(".cells.", ".rounds."))
+
+
 class Cells:
     """Finished cells by their parameters: in memory, and in a file where a report is asked for.
     A check, which is measured more than once, is kept every time.
@@ -41,14 +47,17 @@ class Cells:
         self._done: dict[str, list[dict[str, Any]]] = {}
         if self._path is None:
             return
-        if not resume and self._path.exists() and self._path.stat().st_size:
-            aside = _aside(self._path)
-            with named(self._path):
-                self._path.replace(aside)
-            print(
-                f"without --resume all is measured anew; cells of before: {aside} (renamed to "
-                f"{self._path.name}, --resume takes them up)", file=sys.stderr,
-            )  # fmt: skip
+        for path in (self._path, rounds_file(report)) if not resume else ():
+            assert path is not None
+            if path.exists() and path.stat().st_size:
+                aside = _aside(path)
+                with named(path):
+                    path.replace(aside)
+                what = "cells" if path == self._path else "rounds"
+                print(
+                    f"without --resume all is measured anew; {what} of before: {aside} (renamed to "
+                    f"{path.name}, --resume takes them up)", file=sys.stderr,
+                )  # fmt: skip
         kept = _lines(self._path) if resume and self._path.exists() else []
         for cell in kept:
             if cell.get("host", machine()) != machine():

@@ -144,6 +144,15 @@ def scratch(parent: Path) -> Iterator[Path]:
         signal.signal(signal.SIGTERM, before)
 
 
+def check_room(folder: Path, need: int) -> None:
+    """Raises Unable where the disk under a folder has no room for so many bytes."""
+    if (free := shutil.disk_usage(folder).free) < need:
+        raise Unable(
+            f"the data of this cell takes some {need / 1e9:.1f} GB, and {folder} "
+            f"has {free / 1e9:.1f} free: name another --dir"
+        )
+
+
 def spread(values: Sequence[float]) -> Row:
     """Median, least and most of repeated measurements."""
     return {

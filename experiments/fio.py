@@ -80,6 +80,8 @@ def _run(arguments: list[str], what: str) -> FioResult:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False,
                               timeout=_TIMEOUT_S, env={**os.environ, **_HUGE_PAGES})  # fmt: skip
+    except FileNotFoundError:
+        raise Unable(MISSING) from None
     except subprocess.TimeoutExpired:
         raise Unable(f"fio took more than {_TIMEOUT_S:g} s") from None
     if done.returncode:

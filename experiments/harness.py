@@ -297,8 +297,9 @@ def _telling(values: Sequence[Sequence[str]]) -> str:
 def _measure(
     name: str, todo: Sequence[tuple[dict[str, Any], Cell]], done: Cells, disk: Disk
 ) -> list[str]:  # fmt: skip
-    """Measure cells in order; each is kept as soon as it is whole, with fio's rate of the disk: a
-    run that goes on later has another rate. Returns why cells could not be measured."""
+    """Measure cells in order; each is kept as soon as it is whole, with fio's rate of the disk (a
+    run that goes on later has another), unless it says itself which. Returns why cells could not be
+    measured."""
     whys: list[str] = []
     by_fio = {"fio_gb_s": disk.gb_s} if disk.by == "fio" else {}
     columns = (
@@ -311,7 +312,7 @@ def _measure(
             progress.update(bar, description=" ".join([name, *cell.words()])[:70])
             begin_s = time.monotonic()
             try:
-                rows = [{**row, **by_fio} for row in cell.measure()]
+                rows = [{**by_fio, **row} for row in cell.measure()]
             except Unable as err:  # no room for its data, say: others may have room
                 if cell.again:
                     raise
@@ -377,7 +378,7 @@ def _stopped(report: Path | None) -> str:
     kept = state_file(report)
     if kept is None or not kept.exists():
         return "stopped; the temporary data is gone (with --json FILE, --resume would go on)"
-    return f"stopped; finished cells are kept in {kept}: --resume goes on from them"
+    return f"stopped; what was measured is kept ({kept}): --resume goes on from it"
 
 
 def duration(seconds: float) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 import impress
 import tiers.ssd
 from experiments import fio
-from experiments.common import Row, Unable, print_rows, spread
+from experiments.common import Row, Unable, check_room, print_rows, spread
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.overhead_others import Others
 from impress.config import MIB
@@ -120,8 +120,7 @@ def _read(store: impress.PrefixStore, rows: Rows) -> tuple[float, float]:
 
 def _rows(options: Options, stores: int) -> Rows:
     rows = Rows(_N_TOKENS[options.quick], options.seed)
-    if shutil.disk_usage(options.folder).free < stores * 2 * rows.n_bytes:
-        raise Unable(f"{options.folder}: wants {stores * 2 * rows.n_bytes >> 20} MiB free")
+    check_room(options.folder, stores * 2 * rows.n_bytes)
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -59,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fill the page. Takes no options."""
     parser_of("reliability_table", __doc__).parse_args(argv)
     docs = Path(__file__).resolve().parent.parent / "docs"
-    fill(docs / "RELIABILITY.md", docs / "results" / "reliability")
-    return 0
+    page, folder = docs / "RELIABILITY.md", docs / "results" / "reliability"
+    return results_table.filled([partial(fill, page, folder)])
 
 
 if __name__ == "__main__":

@@ -163,8 +163,8 @@ LINES: Final = (
     Line("", "the chosen mode ÷ the best of recompute, exact and sparse, worst cell", "",
          tuple(Ours("ttft", f"worst{of}_vs_best_of_three", label=f"{of.strip('_') or 'p50'} ")
                for of in ("", "_mean")), "emulated",
-         "where nearly all layers fall back, and by the mean 65 of data; from before decision 38"),
-    Line("", "the same with nothing but these systems, since decision 38", "",
+         "seventeen systems take turns; the next line is of the mode's own runs"),
+    Line("", "the same with nothing but these systems", "",
          tuple(Ours("ttft_modes", f"worst{of}_vs_best_of_three", label=f"{of.strip('_') or 'p50'} ")
                for of in ("", "_mean")), "emulated", "it goes by the mean, and "
          "makes slow requests faster where `exact` is fast at most and slow at some"),

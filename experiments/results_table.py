@@ -11,15 +11,17 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from experiments.common import Unable, parser_of
+from experiments.common import Unable, named, parser_of
 from experiments.results_lines import LINES, Line, Ours
 from experiments.systems.clock import MOST_ERROR, PAPER_DISK_GB_S
 from experiments.systems.paired import Times, end_of, times, worst_of
 from experiments.systems.sizes import checks
 from experiments.systems.sweep import by_cell
+from impress.report import write_text
 
 _MARK: Final = re.compile(r"(<!-- table: ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _NOT_RUN: Final = "not yet run"
@@ -292,7 +294,8 @@ def fill(page: Path, folder: Path, make: Callable[[Reports, str], str | None] = 
         text = reports.when() if found[2] == "runs" else make(reports, found[2])
         return found[1] + (text or f"{_NOT_RUN}\n") + found[3]
 
-    page.write_text(_MARK.sub(table, page.read_text()))
+    with named(page):
+        write_text(page, _MARK.sub(table, page.read_text()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -303,10 +306,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def fill_all(docs: Path) -> int:
     """Fill this folder's pages from the reports in its `results`. 2 where one is none, else 0."""
+    return filled([partial(fill, docs / page, docs / "results") for page in PAGES])
+
+
+def filled(pages: Sequence[Callable[[], None]]) -> int:
+    """Fill them. 2, and a line, where a report is none or there is no room; else 0."""
     try:
-        for page in PAGES:
-            fill(docs / page, docs / "results")
-    except Unable as err:
+        for page in pages:
+            page()
+    except (Unable, OSError) as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
     return 0

@@ -1,7 +1,8 @@
 """Rounds of a long cell, kept one by one: a run that was stopped need not begin the cell again.
 
 They lie beside the report's state file: a line of JSON that names the cell, then one per round. A
-later run measures its rounds on caches that it filled; a cell's rows say in how many runs.
+later run measures its rounds on caches that it filled; a cell's rows say in how many runs, and what
+each run knew of its machine is kept with its rounds.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.cells import machine, state_file
-from experiments.common import named
+from experiments.cells import machine, rounds_file
+from experiments.common import console, named
 from impress.report import commit, write_text
 
 Round = dict[str, Any]
@@ -26,20 +27,27 @@ class Rounds:
     measured again.
     """
 
-    def __init__(self, report: Path | None, params: Mapping[str, Any], *, resume: bool) -> None:
-        """`report`, `resume`: as for Cells. `params`: in JSON's types."""
+    def __init__(
+        self, report: Path | None, params: Mapping[str, Any], *, resume: bool,
+        knows: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """`report`, `resume`: as for Cells. `params`: in JSON's types, as is what this run `knows`
+        of its machine."""
         self.kept: list[Round] = []
         self._runs: list[int] = []  # for each round
-        self._run = 1
-        state = state_file(report)
-        self._path = state and state.with_name(state.name.replace(".cells.", ".rounds."))
+        self._run, self._knows = 1, dict(knows or {})
+        self._known: list[dict[str, Any]] = []  # for each round
+        self._path = rounds_file(report)
         if self._path is None:
             return
         head = {"params": dict(params), "commit": commit(), "host": machine()}
         lines = _lines(self._path) if resume else []
-        lines = lines if lines[:1] == [head] else [head]
+        if lines[:1] != [head]:
+            _say_dropped(lines, head)
+            lines = [head]
         self.kept = [line["round"] for line in lines[1:]]
         self._runs = [line["run"] for line in lines[1:]]
+        self._known = [line["knows"] for line in lines[1:]]
         self._run = max(self._runs, default=0) + 1
         with named(self._path):
             write_text(self._path, "".join(json.dumps(line) + "\n" for line in lines))
@@ -49,12 +57,25 @@ class Rounds:
         """How many runs measured some of them."""
         return len(set(self._runs))
 
+    def known(self, name: str) -> list[Any]:
+        """What the run that measured it knew by that name, for each round; None: it did not."""
+        return [knew.get(name) for knew in self._known]
+
     def add(self, one: Round) -> None:
         """Add a finished round: it is kept on return, where there is a file."""
         self._runs.append(self._run)
+        self._known.append(self._knows)
         if self._path is not None:
+            line = {"run": self._run, "knows": self._knows, "round": one}
             with named(self._path), self._path.open("a") as file:
-                file.write(json.dumps({"run": self._run, "round": one}) + "\n")
+                file.write(json.dumps(line) + "\n")
+
+
+def _say_dropped(lines: list[Any], head: Mapping[str, Any]) -> None:
+    """Print a line where rounds of this very cell are measured again: hours may be in them."""
+    if len(lines) > 1 and lines[0].get("params") == head["params"]:
+        other = "commit" if lines[0].get("commit") != head["commit"] else "machine"
+        console.print(f"{len(lines) - 1} rounds of another {other} are measured again")
 
 
 def _lines(path: Path) -> list[Any]:

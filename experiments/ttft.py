@@ -53,6 +53,10 @@ def cells(options: Options) -> list[Cell]:
         if prefixes < 2:
             raise Unable(f"--prefixes: at least 2 are asked for in turn, got {prefixes}")
         only["asked_prefixes"] = prefixes
+    if (layers := getattr(options.more, "layers", None)) is not None:
+        if layers < 1:
+            raise Unable(f"--layers: at least 1, got {layers}")
+        only["asked_layers"] = layers
     planned: list[tuple[str, int, Row]] = [("base", asked or N_BASE[options.quick], {})]
     for name, values in varied.items():
         n = asked or n_of.get(name, N_OTHER[options.quick])
@@ -87,6 +91,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="in every cell (default: 4 to 24, as many as fit the machine with these systems)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="of each model (default: 4; 2 with --quick)",
     )
 
 

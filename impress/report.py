@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 from impress import __version__
 
 _ROOT = Path(__file__).resolve().parent.parent
+#: What of the repository is run.
+_CODE = ("impress", "tiers", "experiments", "pyproject.toml")
 _PACKAGES = ("numpy", "lmdb", "torch", "transformers")
 
 
@@ -82,16 +85,30 @@ def host() -> str:
 
 
 def commit() -> str:
-    """The commit of this code, "-dirty" when edited; the package's version outside its own git."""
-    if (_ROOT / ".git").exists():
-        asked = ("git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*")
-        try:
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False)
-            if done.returncode == 0:
-                return done.stdout.strip()
-        except (OSError, subprocess.TimeoutExpired):
-            pass
-    return __version__
+    """The commit of this code; behind it, where files that are run were edited, "-dirty-" and a
+    digest of the edits: two different ones are not one. The package's version outside its own git.
+
+    Edited reports and pages are no other code: each run of `experiments.all` leaves some.
+    """
+    if not (_ROOT / ".git").exists():
+        return __version__
+    head = _git("describe", "--always", "--exclude=*")
+    edits = _git("diff", "HEAD", "--", *_CODE)
+    if head is None or edits is None:
+        return __version__
+    return f"{head}-dirty-{sha256(edits.encode()).hexdigest()[:8]}" if edits else head
+
+
+def _git(*asked: str) -> str | None:
+    """What git says of this code; None where it says nothing."""
+    command = ("git", "-C", str(_ROOT), *asked)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu_name() -> str:

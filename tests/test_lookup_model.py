@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from experiments.lookup_model import evaluate
-from experiments.lookup_model.train import Run, arguments, main
+from experiments.lookup_model import evaluate, train
+from experiments.lookup_model.batches import Batch
+from experiments.lookup_model.train import Losses, Run, arguments, main
 from impress.demo import lookup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,6 +41,34 @@ def test_a_state_of_another_run_is_refused(
     assert not out.exists()
     assert main([*given, "agreeing"]) == 0
     assert "resumed at" in capsys.readouterr().out and out.exists()
+
+
+def test_a_run_that_is_stopped_keeps_its_step_and_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C was a traceback and lost up to 199 steps; and of the lengths that documents take turns
+    with, a run that went on began with the first: other weights, of the same command."""
+    kinds: list[int] = []
+
+    def step(self: Run, batch: Batch) -> Losses:
+        kinds.append(batch.see.n_document)
+        if self.at.step == 1 and len(kinds) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return Losses(*[torch.zeros(())] * 4)
+
+    monkeypatch.setattr(Run, "step", step)
+    monkeypatch.setattr(train, "STAGES", (((512, 256), 4, 0.0),))
+    given = ["agreeing", "--work", str(tmp_path), "--layers", "2", "--tokens-per-step", "600"]
+    before = signal.getsignal(signal.SIGINT)
+    assert main([*given, "--steps", "5"]) == 130
+    assert "goes on from" in capsys.readouterr().err and signal.getsignal(signal.SIGINT) == before
+    assert main([*given, "--steps", "5"]) == 0
+    assert kinds == [512, 256, 512, 256, 512]
+    assert '"step": 2' in capsys.readouterr().out
+
+    (tmp_path / "state.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:100])
+    assert main([*given, "--steps", "5"]) == 2
+    assert "state.pt is damaged: remove it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

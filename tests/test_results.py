@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import re
 import subprocess
@@ -50,6 +51,28 @@ def test_a_file_that_is_no_report_is_named(
     (tmp_path / "results" / "ttft.json").write_text(text)
     assert results_table.fill_all(tmp_path) == 2
     assert f"{tmp_path}/results/ttft.json is no report" in capsys.readouterr().err
+
+
+def test_a_page_for_which_there_is_no_room_stays_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of hours on a disk that had filled, RESULTS.md was left empty."""
+    page = tmp_path / "RESULTS.md"
+    page.write_text("hours of prose\n<!-- table: runs -->\n<!-- end -->\n")
+    before = page.read_text()
+    write = Path.write_text
+
+    def full(self: Path, text: str, *args: Any, **named: Any) -> int:
+        if self.parent != tmp_path:
+            return write(self, text, *args, **named)
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert results_table.fill_all(tmp_path) == 2
+    assert page.read_text() == before and [*tmp_path.glob(".*")] == []
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "RESULTS.md" in err and err.count("\n") == 1
 
 
 def test_a_figure_stands_beside_the_papers(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from experiments import rounds as module
+from experiments.cells import Cells
 from experiments.rounds import Rounds
+from experiments.systems import sweep
 from experiments.systems.catalogue import chosen
 from experiments.systems.cell import Bench, Load
 from experiments.systems.data import Data
@@ -97,13 +99,16 @@ def report(tmp_path: Path) -> Path:
 
 
 def test_rounds_of_another_cell_or_commit_are_not_gone_on_with(
-    report: Path, monkeypatch: pytest.MonkeyPatch
+    report: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Nothing was said where the code had been edited meanwhile, and half an hour was gone."""
     assert _kept(report) == [{"as": [1]}, {"as": [2]}]
     with monkeypatch.context() as patch:
         patch.setattr(module, "commit", lambda: "another")
         assert _kept(report) == []
+    assert "2 rounds of another commit are measured again" in capsys.readouterr().out
     assert _kept(report) == []  # the file is the other commit's now
+    assert not capsys.readouterr().out  # which had no round
 
 
 @pytest.mark.parametrize("change", [{"params": PARAMS | {"n": 5}}, {"resume": False}])
@@ -121,6 +126,36 @@ def test_a_round_that_was_half_written_is_measured_again(report: Path) -> None:
     again.add({"as": [3]})
     assert _kept(report) == [{"as": [1]}, {"as": [3]}]
     assert again.n_runs == 2
+
+
+def test_without_resume_rounds_are_put_aside_with_the_cells(
+    report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cells of before could be taken up again, and the cell that was under way could not."""
+    path = report.with_name("ttft.rounds.jsonl")
+    before = path.read_text()
+    Cells(report, resume=False)
+    aside = path.with_name("before.ttft.rounds.jsonl")
+    assert not path.exists() and aside.read_text() == before
+    assert f"rounds of before: {aside}" in capsys.readouterr().err
+    aside.rename(path)
+    assert len(_kept(report)) == 2
+
+
+def test_a_cell_of_several_runs_is_no_better_checked_than_the_worst_of_them(tmp_path: Path) -> None:
+    """It had the check, and fio's rate, of the run that ended it: 900 rounds behind a check of
+    14.5 % were behind one of 3."""
+
+    def run(**knows: float | None) -> Rounds:
+        rounds = Rounds(tmp_path / "ttft.json", PARAMS, resume=True, knows=knows)
+        rounds.add({"as": [1]})
+        return rounds
+
+    rounds = run(emulator_error=0.145, fio_gb_s=3.0)
+    rounds.add({"as": [2]})
+    rounds = run(emulator_error=0.03, fio_gb_s=2.0)
+    assert sweep._known(rounds) == {"emulator_error": 0.145, "fio_gb_s": 3.0}
+    assert sweep._known(run(emulator_error=None)) == {"emulator_error": None}
 
 
 def test_without_a_report_nothing_is_kept(tmp_path: Path) -> None:

@@ -156,6 +156,17 @@ def test_fewer_requests_of_fewer_systems_can_be_asked_for(tmp_path: Path) -> Non
     assert "systems" not in ttft.cells(_options(tmp_path))[1].params
 
 
+def test_a_deeper_slice_can_be_asked_for_and_is_another_cell(tmp_path: Path) -> None:
+    """Four layers of a model whose rows are small take less than the least gain for which the mode
+    is left that the policy names."""
+    usual, deep = (ttft.cells(_options(tmp_path, systems="as, impress", layers=layers))
+                   for layers in (None, 8))  # fmt: skip
+    assert deep[1].params == {**usual[1].params, "asked_layers": 8}
+    assert deep[1].seconds > 1.5 * usual[1].seconds
+    with pytest.raises(Unable, match="--layers: at least 1, got 0"):
+        ttft.cells(_options(tmp_path, layers=0))
+
+
 def test_cells_of_another_clock_or_of_other_systems_are_not_taken_for_these(tmp_path: Path) -> None:
     """`--resume` kept requests in a row that were timed by an older clock, and an ablation that
     lacked a system: the paper's shares were then missing, without a word."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 
 import numpy as np
 import torch
@@ -99,12 +99,14 @@ def stream(
     tokens_per_step: int,
     max_positions: int,
     seed: int,
+    n_before: int = 0,
 ) -> Iterator[tuple[int, Batch]]:
     """Endless batches of unseen training documents from index `first` on, each with the next
-    free index; the documents' lengths take turns."""
+    free index; the documents' lengths take turns, of which `n_before` are over."""
     probes = [make_batch("train", [first], n, n_each, max_positions, seed) for n in lengths]
     counts = [max(1, round(tokens_per_step / probe.tokens.shape[1])) for probe in probes]
-    for n_tokens, n_docs in cycle(zip(lengths, counts, strict=True)):
+    turns = cycle(zip(lengths, counts, strict=True))
+    for n_tokens, n_docs in islice(turns, n_before % len(lengths), None):
         indices = list(range(first, first + n_docs))
         first += n_docs
         yield first, make_batch("train", indices, n_tokens, n_each, max_positions, seed)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
@@ -103,6 +105,7 @@ class Run:
             Muon(matrices, lr=args.lr),
             torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0),
         ]
+        self._stopped = False
         self.base_lr = [[g["lr"] for g in o.param_groups] for o in self.optimizers]
 
     # --- one step
@@ -206,8 +209,14 @@ class Run:
                 print(
                     f"step {self.at.step}: documents of {STAGES[self.at.stage][0][0]}", flush=True
                 )
-            if self.at.step % 200 == 0 or self.at.step == self.args.steps:
+            if self.at.step % 200 == 0 or self.at.step == self.args.steps or self._stopped:
                 self.save()
+            if self._stopped:
+                raise KeyboardInterrupt
+
+    def stop(self, *_signal: object) -> None:
+        """End `train` with KeyboardInterrupt once the step under way is whole, and kept."""
+        self._stopped = True
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
         lengths, n_each, _ = STAGES[self.at.stage]
@@ -218,6 +227,7 @@ class Run:
             self.args.tokens_per_step,
             self.model.shape.max_positions,
             self.args.seed,
+            self.at.in_stage,
         )
 
     def _log(self, losses: Losses) -> None:
@@ -249,7 +259,10 @@ class Run:
         path = self.work / "state.pt"
         if not path.exists():
             return
-        state = torch.load(path)
+        try:
+            state = torch.load(path)
+        except (EOFError, RuntimeError, UnpicklingError):
+            raise Unable(f"{path} is damaged: remove it, or name another --work") from None
         for name, asked in vars(self.args).items():
             of = state["args"].get(name)
             if name not in _MAY_DIFFER and of != asked:
@@ -290,21 +303,27 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and export to --out. The exit status: 0, or 2 where the state is another run's, or a
-    folder cannot be written."""
-    args = arguments(argv)
+    """Train, and export to --out. The exit status: 0; 2 where the state is another run's or
+    damaged, or a folder cannot be written; 130 on Ctrl-C, which the step under way outlasts."""
+    args, before = arguments(argv), signal.getsignal(signal.SIGINT)
     torch.set_num_threads(1)
     try:
         run = Run(args)
         run.resume()
+        signal.signal(signal.SIGINT, run.stop)
         run.train()
         if args.out:
             from experiments.lookup_model.export import export
 
             export(run.model, Path(args.out))
+    except KeyboardInterrupt:
+        print(f"stopped; the same command goes on from {args.work}", file=sys.stderr)
+        return 130
     except (Unable, OSError) as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
+    finally:
+        signal.signal(signal.SIGINT, before)
     return 0
 
 

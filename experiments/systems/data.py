@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from experiments.common import Unable
+from experiments.common import Unable, check_room
 from experiments.systems.generate import Knobs, Prefix
 from experiments.systems.planned import Choices, choose
 from experiments.systems.quantised import QuantisedStore
@@ -189,15 +189,6 @@ def stored(writer: Writer) -> None:
     """Return when what it wrote is durable. Raises Unable where it was refused, or is late."""
     if not writer.stored.wait(120):
         raise Unable(f"the data was not stored: {writer.stored.refused or 'no commit in 120 s'}")
-
-
-def check_room(folder: Path, need: int) -> None:
-    """Raises Unable where the disk under a folder has no room for so many bytes."""
-    if (free := shutil.disk_usage(folder).free) < need:
-        raise Unable(
-            f"the data of this cell takes some {need / 1e9:.1f} GB, and {folder} "
-            f"has {free / 1e9:.1f} free: name another --dir"
-        )
 
 
 def average(

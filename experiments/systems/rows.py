@@ -19,8 +19,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from experiments.common import Row
-from experiments.systems.data import check_room, stored
+from experiments.common import Row, check_room
+from experiments.systems.data import stored
 from experiments.systems.generate import density, incompressible
 from experiments.systems.planned import Planned
 from impress.config import Config

@@ -25,13 +25,22 @@ LAYERS: Final = {False: 4, True: 2}
 MEAN_TOKENS: Final = 5250
 
 
+def layers_of(options: Options) -> int:
+    """Layers of a slice: as many as were asked for."""
+    asked: int | None = getattr(options.more, "layers", None)
+    return LAYERS[options.quick] if asked is None else asked
+
+
 def n_prefixes(
-    shape: str, ratio: int, n_systems: int, *, quick: bool, asked: int | None = None
-) -> int:
+    shape: str, ratio: int, n_systems: int, *, quick: bool, asked: int | None = None,
+    layers: int | None = None,
+) -> int:  # fmt: skip
     """How many prefixes a cell has: the data, and n_systems pairs of caches for it, fit the
-    machine. Raises Unable where more are asked for."""
-    one = MEAN_TOKENS * SHAPES[shape].row_bytes * LAYERS[quick]
-    most = min(MOST_DATA[quick], CACHES[quick] * ratio // (42 * max(n_systems, 1)))
+    machine. More layers take more of its disk. Raises Unable where more are asked for."""
+    layers = layers or LAYERS[quick]
+    one = MEAN_TOKENS * SHAPES[shape].row_bytes * layers
+    data = MOST_DATA[quick] * max(layers, LAYERS[quick]) // LAYERS[quick]
+    most = min(data, CACHES[quick] * ratio // (42 * max(n_systems, 1)))
     fit = max(4, min(24, int(most // one)))
     if asked is not None and asked > fit:
         raise Unable(f"--prefixes {asked}: {fit} fit, of {shape} and with {n_systems} systems")
@@ -44,10 +53,9 @@ def data_of(
 ) -> Data:  # fmt: skip
     """Plan a cell's data; what the last cell left on disk is removed, unless it is the same.
     `asked`: how many prefixes."""
-    n = n_prefixes(shape, ratio, n_systems, quick=options.quick, asked=asked)
-    data = Data.of(
-        SHAPES[shape], LAYERS[options.quick], n, options.folder / "data", knobs, options.seed
-    )
+    layers = layers_of(options)
+    n = n_prefixes(shape, ratio, n_systems, quick=options.quick, asked=asked, layers=layers)
+    data = Data.of(SHAPES[shape], layers, n, options.folder / "data", knobs, options.seed)
     data.keep = keep
     kept: Data | None = _KEPT.get(options.folder)
     if kept is not None and same(kept, data):
@@ -174,7 +182,7 @@ def meta(
         f"a layer and a choice; dilated by 5.0 GB/s over this disk's rate, "
         f"{'as given' if options.disk.by == 'given' else measured}",
         "milliseconds": "of this machine's clock, divided by the dilation",
-        "layers": f"{LAYERS[options.quick]} layers of each model: a slice, not the model",
+        "layers": f"{layers_of(options)} layers of each model: a slice, not the model",
         "hbm": "emulated in host memory",
         "choices": "computed for real before the clock starts; the clock gets the emulated time",
     }
@@ -197,7 +205,7 @@ def _real_meta(options: Options) -> dict[str, Any]:
         "compute": f"real: {torch.cuda.get_device_name()}, torch {torch.__version__}, drawn "
         "weights, unfused kernels",
         "milliseconds": "of this machine's clock",
-        "layers": f"{LAYERS[options.quick]} layers of each model: a slice, not the model",
+        "layers": f"{layers_of(options)} layers of each model: a slice, not the model",
         "hbm": "in the device's memory, copied through the host",
         "choices": "made on the clock, by the product's own code",
     }

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median_low
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,6 @@ from experiments.systems.data import N_EARLIER, ordered_by
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES, Shape
 from experiments.systems.sizes import (
-    LAYERS,
     MEAN_TOKENS,
     Verdict,
     computed_by,
@@ -28,6 +28,7 @@ from experiments.systems.sizes import (
     dilation,
     how,
     is_real,
+    layers_of,
     n_prefixes,
     stretch,
 )
@@ -83,15 +84,13 @@ def cell(plan: Plan, label: str, n: int, **factors: Any) -> Cell:
 
 
 def _seconds(plan: Plan, factor: Row, n: int) -> float:
-    systems, quick = chosen(plan.names), plan.options.quick
+    systems, layers = chosen(plan.names), layers_of(plan.options)
     size = n_prefixes(
-        factor["shape"], factor["ratio"], len(systems), quick=quick,
-        asked=factor.get("asked_prefixes"),
+        factor["shape"], factor["ratio"], len(systems), quick=plan.options.quick,
+        asked=factor.get("asked_prefixes"), layers=layers,
     )  # fmt: skip
     load = Load(n_measured=n, n_warm=plan.n_warm, most_windows=plan.most_windows)
-    return estimate(
-        systems, SHAPES[factor["shape"]], LAYERS[quick], size, load, dilation(plan.options)
-    )
+    return estimate(systems, SHAPES[factor["shape"]], layers, size, load, dilation(plan.options))
 
 
 def estimate(
@@ -130,12 +129,8 @@ def _measure(plan: Plan, factor: Row, n: int, params: Row) -> list[Row]:
         factor["ratio"], factor["zipf"], knobs, n, plan.n_warm, plan.most_windows,
         plan.options.seed, factor["in_a_row"],
     )  # fmt: skip
-    more = {
-        "prefixes": len(data.prefixes), "layers": data.n_layers,
-        "emulator_error": plan.verdict.error,
-    }  # fmt: skip
     torch.set_num_threads(os.cpu_count() or 1)  # choices are made before the clock starts
-    rounds = _rounds(plan.options, params)
+    rounds = _rounds(plan, params)
     real = is_real(plan.options)
     dilated = 1.0 if real else stretch(plan.options)
     on, rate = ("cuda", plan.options.disk.gb_s) if real else ("", None)
@@ -145,6 +140,7 @@ def _measure(plan: Plan, factor: Row, n: int, params: Row) -> list[Row]:
         bench.warm()
         found = bench.measure(rounds)
         follow = {system.name: bench.overlap(system.policy) for system in systems}
+    more = {"prefixes": len(data.prefixes), "layers": data.n_layers, **_known(rounds)}
     return [
         {"system": name, **summary(s, load.in_a_row), "follows_average": follow[name], **more,
          **bench.warmed[name]._asdict(), "runs": rounds.n_runs}
@@ -152,12 +148,25 @@ def _measure(plan: Plan, factor: Row, n: int, params: Row) -> list[Row]:
     ]  # fmt: skip
 
 
-def _rounds(options: Options, params: Row) -> Rounds:
+def _known(rounds: Rounds) -> Row:
+    """What the runs that measured a cell's rounds had found out before: the worst check of the
+    emulator, None where one had none, and the rate that fio gave for most rounds."""
+    errors, rates = rounds.known("emulator_error"), rounds.known("fio_gb_s")
+    worst = None if None in errors else max(errors, default=None)
+    by_fio = {} if None in rates else {"fio_gb_s": median_low(rates)}
+    return {"emulator_error": worst, **by_fio}
+
+
+def _rounds(plan: Plan, params: Row) -> Rounds:
     """Where the rounds of a cell are kept, and how far earlier runs got with it."""
+    options = plan.options
     run: Row = {"seed": options.seed, "quick": options.quick}
     if options.disk.by == "given":
         run["disk_gb_s"] = options.disk.gb_s
-    rounds = Rounds(options.json, {**params, **run}, resume=options.resume)
+    knows: Row = {"emulator_error": plan.verdict.error}
+    if options.disk.by == "fio":
+        knows["fio_gb_s"] = options.disk.gb_s
+    rounds = Rounds(options.json, {**params, **run}, resume=options.resume, knows=knows)
     if n := len(rounds.kept) * params["in_a_row"]:
         console.print(f"{params['cell']}: {n} of {params['n']} requests were measured before")
     return rounds
