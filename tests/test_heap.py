@@ -16,6 +16,9 @@ steps = st.lists(
         st.tuples(st.just("put"), st.dictionaries(st.integers(0, CAPACITY - 1), keys)),
         st.tuples(st.just("discard"), items),
         st.tuples(st.just("take"), st.integers(0, 5)),
+        st.tuples(
+            st.just("beat"), st.lists(st.sampled_from([-np.inf, 0.25, 0.5, 9.0]), max_size=5)
+        ),
     ),
     max_size=60,
 )
@@ -34,6 +37,12 @@ def test_it_gives_out_what_a_search_of_a_dict_would(done: list) -> None:
             heap.discard(np.array(sorted(what), dtype=np.int64))
             for item in what:
                 model.pop(item, None)
+        elif step == "beat":  # those worth most, against those worth least
+            below = np.array(sorted(what, reverse=True), dtype=np.float64)
+            taken = [model.pop(item)[0] for item in heap.take(len(below), below).tolist()]
+            assert all(score < most for score, most in zip(taken, below, strict=False))
+            if len(taken) < len(below) and model:
+                assert min(model.values())[0] >= below[len(taken)]
         else:
             least = sorted(model.values())[:what]  # of items with equal keys any may come first
             assert [model.pop(item) for item in heap.take(what).tolist()] == least

@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from impress.cache.chunks import ChunkCache
+from impress.cache.heap import MinHeap
 from impress.read.tickets import when_all
 from tiers import iopool
 from tiers.base import PAGE, Extent, Read, Slot
@@ -58,6 +60,71 @@ def test_space_agrees_with_a_bitmap(steps: list[tuple[bool, int]]) -> None:
     again.claim_all([part for parts in owned for part in parts])
     again.check()
     assert again.free_bytes == space.free_bytes
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=40), st.integers(1, 3))
+def test_extents_taken_together_are_given_back_in_any_grouping(
+    steps: list[tuple[bool, int]], pages: int
+) -> None:
+    """As a cache does with its chunks. Model: a set of pages."""
+    space, owned = Space(), list[Extent]()
+    for segment in range(2):
+        space.add(segment, 32 * PAGE)
+    for give, n in steps:
+        if give:
+            owned, back = owned[n:], owned[:n]
+            space.give(back[::-1])
+        else:
+            there = space.free_bytes
+            found = space.take_each(pages * PAGE, n)
+            assert len(found) == n or not space.take_each(pages * PAGE, 1)
+            assert space.free_bytes == there - len(found) * pages * PAGE
+            owned = sorted([*owned, *found], key=lambda one: one.off * 7919 % 104729)
+        taken = {(one.segment, one.off + at) for one in owned for at in range(0, one.length, PAGE)}
+        assert len(taken) == len(owned) * pages and space.free_bytes == (64 - len(taken)) * PAGE
+        space.check()
+
+
+def test_newcomers_that_lose_cost_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as many as came, the worst of a cache were taken out of its heap and filed again, one by
+    one, while every request waited: a second for a long prompt that nobody asked for again."""
+    cache = ChunkCache(64 * 2 * PAGE, {0: PAGE, 1: PAGE}, 1, eviction="importance")
+    windows = np.arange(64)
+    cache.publish(cache.admit(7, 64, 0, windows, np.full(64, 5.0))[1])
+    filed, refile = list[int](), MinHeap._refile
+    monkeypatch.setattr(MinHeap, "_refile", lambda *args: (filed.append(1), refile(*args))[1])
+    assert len(cache.admit(8, 64, 0, windows, np.full(64, 4.0))[1]) == 0
+    assert not filed and cache.occupancy() == {7: 64}
+    ranks = np.full(64, 4.0)
+    ranks[[3, 60]] = 6.0
+    won, entries = cache.admit(8, 64, 0, windows, ranks)
+    cache.publish(entries)
+    assert won.tolist() == [3, 60] and cache.occupancy() == {7: 62, 8: 2}
+    cache.check()
+
+
+def test_chunks_that_go_together_go_in_one_step() -> None:
+    """Each chunk's space was given back, and taken, by itself, for which all holes of the cache
+    were copied: with 16,000 chunks of a prefix and 14,000 holes requests waited for seconds."""
+    cache = ChunkCache(64 * 2 * PAGE, {0: PAGE, 1: PAGE}, 1)
+    calls = list[str]()
+
+    def counted(name: str) -> None:
+        real = getattr(cache.tier._space, name)
+        setattr(cache.tier._space, name, lambda *args: (calls.append(name), real(*args))[1])
+
+    for name in ("_with", "_without"):
+        counted(name)
+    for window in range(32):  # two spans' chunks in turns
+        for span in (7, 8):
+            cache.publish(cache.admit(span, 32, 0, np.array([window]))[1])
+    calls.clear()
+    cache.drop_span(7)
+    assert calls == ["_with"] and cache.tier.usage().free == 32 * 2 * PAGE
+    cache.publish(cache.admit(9, 32, 0, np.arange(32))[1])
+    assert calls == ["_with", "_without"] and cache.occupancy() == {8: 32, 9: 32}
+    cache.check()
 
 
 @pytest.mark.parametrize(
@@ -391,7 +458,8 @@ def test_writes_that_have_waited_take_one_thread_and_not_all(
     assert pool.close(60)
 
 
-def test_urgent_lanes_go_first() -> None:
+def test_urgent_lanes_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iopool, "PROMOTE_WAITS_S", 600.0)
     pool, begun, gate, order = IoPool(1), threading.Event(), threading.Event(), []
 
     def held() -> None:
@@ -446,6 +514,7 @@ def test_beside_copies_that_wait_nothing_runs_that_nobody_waits_for(
 ) -> None:
     """Threads that may not copy took chunks that climb instead, which are copied, too."""
     monkeypatch.setattr(iopool, "COPIERS", 1)
+    monkeypatch.setattr(iopool, "PROMOTE_WAITS_S", 600.0)
     pool, gate, began, ran = IoPool(3), threading.Event(), threading.Event(), list[str]()
 
     def held() -> None:
@@ -461,6 +530,62 @@ def test_beside_copies_that_wait_nothing_runs_that_nobody_waits_for(
     gate.set()
     assert first.wait(60) and behind.wait(60)
     assert ran == ["store", "copy", "behind"] and pool.close(60)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_under_requests_that_never_pause_promotions_have_a_tenth_of_a_thread(
+    monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    """They had nothing: what lay in the caches as the load began lay there as long as it lasted,
+    none of it after a restart."""
+    monkeypatch.setattr(iopool, "COPIERS", 1)
+    now, ran = [1000.0], list[str]()
+    monkeypatch.setattr(iopool, "monotonic", lambda: now[0])
+    pool, began, gate = IoPool(1), threading.Event(), threading.Event()
+
+    def held() -> None:
+        began.set()
+        assert gate.wait(60)
+
+    def took(what: str, seconds: float) -> None:
+        ran.append(what)
+        now[0] += seconds
+
+    first = pool.submit(Lane.DEMAND, [held], copies=copies)
+    assert began.wait(60)
+    demands = pool.submit(Lane.DEMAND, [partial(took, "d", 0.125)] * 40, copies=copies)
+    behind = pool.submit(Lane.PROMOTE, [partial(took, "p", 0.25)] * 3, copies=copies)
+    last = pool.submit(Lane.REPACK, [partial(took, "r", 0.125)], copies=copies)
+    gate.set()
+    assert first.wait(60) and demands.wait(60) and behind.wait(60) and last.wait(60)
+    # The first after half a second, each other after a rest of nine times what one takes.
+    assert "".join(ran) == "dddd" + "p" + 18 * "d" + "p" + 18 * "d" + "p" + "r"
+    assert pool.close(60)
+
+
+def test_promotions_wait_no_longer_where_others_threads_are_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies that always wait kept those from their turn that read, beside threads with nothing to
+    do: they are woken."""
+    monkeypatch.setattr(iopool, "COPIERS", 1)
+    now, ran = [1000.0], threading.Event()
+    monkeypatch.setattr(iopool, "monotonic", lambda: now[0])
+    pool, began, gate = IoPool(1), threading.Event(), threading.Event()
+
+    def held() -> None:
+        began.set()
+        assert gate.wait(60)
+
+    def sees() -> None:
+        assert ran.wait(60), "a read waits for copies that never end"
+
+    tickets = [pool.submit(Lane.DEMAND, [held, sees, sees], copies=True)]
+    assert began.wait(60)
+    tickets.append(pool.submit(Lane.PROMOTE, [ran.set]))
+    now[0] += 1
+    gate.set()
+    assert all(ticket.wait(60) for ticket in tickets) and pool.close(60)
 
 
 def test_where_all_that_may_copy_hang_no_read_could_end(monkeypatch: pytest.MonkeyPatch) -> None:

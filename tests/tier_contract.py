@@ -220,6 +220,18 @@ class CacheContract(TierContract):
         with pytest.raises(ReadFailed, match=rf"1 bad piece, first at byte {pieces.starts[250]}\b"):
             tier.read_pieces(pieces)
 
+    def test_as_many_extents_as_there_is_room_for_are_taken_together(self, tier: Cache) -> None:
+        room = tier.usage().free // (3 * PAGE)
+        assert len(tier.reserve_each(2 * PAGE + 1, 2).parts) == 2
+        rest = tier.reserve_each(3 * PAGE, room)
+        assert {part.length for part in rest.parts} == {3 * PAGE} and len(rest.parts) == room - 2
+        assert tier.reserve_each(3 * PAGE, 1).parts == () == tier.reserve_each(PAGE, 0).parts
+        tier.free(Slot(rest.parts[1::2]))
+        tier.check()
+        again = tier.reserve_each(3 * PAGE, room)
+        assert set(again.parts) == set(rest.parts[1::2])
+        tier.check()
+
     def test_one_bad_piece_among_many_fails_the_read(self, tier: Cache) -> None:
         slot, data = tier.reserve(MIB), noise(MIB)
         tier.write(slot, 0, data)

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from tiers.base import PAGE, Slot, Usage, round_up
+from tiers.base import PAGE, Extent, Slot, Usage, round_up
 from tiers.space import Space
 
 
@@ -35,7 +35,20 @@ class Arena:
                 self.free(Slot(parts))
             raise
 
+    def reserve_each(self, n_bytes: int, most: int) -> Slot:
+        """Take up to `most` extents of n_bytes each, rounded up to pages: the parts of what is
+        returned; as many as there is room for."""
+        parts: tuple[Extent, ...] = ()
+        try:
+            with self._lock:
+                parts = self._space.take_each(round_up(n_bytes), most)
+            return Slot(parts)
+        except BaseException:  # Ctrl-C: nobody else knows of this space
+            self.free(Slot(parts))
+            raise
+
     def free(self, slot: Slot) -> None:
+        """See Tier: all of it or, whatever is raised, none."""
         with self._lock:
             self._space.give(slot.parts)
 

@@ -171,6 +171,10 @@ class Cache(Tier, Protocol):
     def least_copy(self) -> int:
         """The fewest bytes worth a call of `read_pieces`; any number may be asked for."""
 
+    def reserve_each(self, n_bytes: int, most: int) -> Slot:
+        """Take up to `most` extents of n_bytes each, rounded up to pages: the parts of what is
+        returned; as many as there is room for. They may be given back in any grouping."""
+
     def read_pieces(self, pieces: Pieces) -> None:
         """Bring and verify pieces. Raises ReadFailed; then dest must not be used."""
 

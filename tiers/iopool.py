@@ -22,13 +22,19 @@ COPIERS: Final = min(2, len(os.sched_getaffinity(0)))
 #: A write that waits beside endless reads goes ahead of one of them this often: else they would
 #: hold up the stores behind it, and for two minutes look like a disk that writes nothing.
 STORE_WAITS_S: Final = 0.1
+#: A promotion that has waited this long goes ahead of one task; and the next once it has rested
+#: _REST times as long as it took, at least _LEAST_REST_S: a tenth of one thread. Else, under
+#: requests that never pause, caches would for ever hold what they held at first.
+PROMOTE_WAITS_S: Final = 0.5
+_REST: Final = 9
+_LEAST_REST_S: Final = 0.01
 #: Longest wait for threads that were started in vain.
 _VAIN_S: Final = 10.0
 
 
 class Lane(IntEnum):
     """Urgency, among copies and among all else. Nobody waits for the lanes from PROMOTE on: none of
-    their work is begun while copies wait for a processor.
+    their work is begun while copies wait for a processor, but for PROMOTE_WAITS_S.
     """
 
     DEMAND = 0
@@ -72,6 +78,7 @@ class IoPool:
         self._stored_s = 0.0  # when a write last began, or the first of those that wait came
         self._at = [0, 0]  # threads at work that somebody waits for, and at other work
         self._storing = 0  # of these, at writes
+        self._promote_due_s = 0.0  # when promotions have waited, or rested, enough
         n_all = n_threads + self.n_copiers  # the copiers last
         self._since = [0.0] * n_all  # when each began the task it is at; 0: idle
         self._threads: list[Worker] = []
@@ -119,6 +126,9 @@ class IoPool:
                     queued = self._queues[copies][lane]
                     if lane is Lane.STORE and not queued:
                         self._stored_s = monotonic()
+                    elif lane is Lane.PROMOTE and not any(q[lane] for q in self._queues):
+                        due_s = monotonic() + PROMOTE_WAITS_S
+                        self._promote_due_s = max(self._promote_due_s, due_s)
                     queued.extend(jobs)  # all or none: no signal comes between
                     self._wake[copies].notify(len(queued))
         except BaseException:
@@ -207,6 +217,11 @@ class IoPool:
         """Whether copies are queued that somebody waits for: these need the processors."""
         return any(self._queues[True][: Lane.PROMOTE])
 
+    def _starved(self, queues: Sequence[Sequence[Job]]) -> bool:
+        """Whether a promotion is to go before all else."""
+        waits = queues[Lane.PROMOTE] and not self._at[1]
+        return bool(waits) and monotonic() >= self._promote_due_s
+
     def _wake_behind(self) -> None:
         """Work that nobody waits for may perhaps begin now: a thread of its kind is to look."""
         for queues, wake in zip(self._queues, self._wake, strict=True):
@@ -218,9 +233,10 @@ class IoPool:
         with self._lock:
             while True:
                 queues = self._queues[copies]
-                for lane in self._order(queues):
+                starved = self._starved(queues)
+                for lane in (Lane.PROMOTE, *Lane) if starved else self._order(queues):
                     behind = lane >= Lane.PROMOTE
-                    if behind and (self._at[1] or self._copies_wait()):
+                    if behind and not starved and (self._at[1] or self._copies_wait()):
                         break
                     if queued := queues[lane]:
                         job = monotonic(), lane, *queued[0]
@@ -258,7 +274,8 @@ class IoPool:
         job = self._next(number >= self.n_threads)
         if job is None:
             return False
-        self._since[number], lane, ticket, task = job
+        began, lane, ticket, task = job
+        self._since[number] = began
         try:
             ticket.run(task)
         finally:
@@ -268,7 +285,11 @@ class IoPool:
             with self._lock:
                 self._at[lane >= Lane.PROMOTE] -= 1
                 self._storing -= lane is Lane.STORE
-                if lane >= Lane.PROMOTE:
+                now = monotonic()
+                if lane is Lane.PROMOTE:
+                    rest_s = max(_REST * (now - began), _LEAST_REST_S)
+                    self._promote_due_s = now + rest_s
+                if lane >= Lane.PROMOTE or now >= self._promote_due_s:
                     self._wake_behind()  # this thread may be wanted for something urgent
                 if not any(self._at) and not self._is_queued():
                     self._quiet.notify_all()

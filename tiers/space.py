@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from tiers.base import Extent
@@ -70,27 +72,47 @@ class Space:
         self.claim(parts)
         return parts
 
+    def take_each(self, n_bytes: int, most: int) -> tuple[Extent, ...]:
+        """Up to `most` extents of n_bytes each (first fit): fewer where there is no room."""
+        found: list[Extent] = []
+        for segment in sorted(self._free):
+            for off, length in self._free[segment]:
+                n = min(length // n_bytes, most - len(found))
+                found += [Extent(segment, off + i * n_bytes, n_bytes) for i in range(n)]
+                if len(found) == most:
+                    break
+        parts = tuple(found)
+        self.claim(parts)
+        return parts
+
     def claim(self, extents: Iterable[Extent]) -> None:
         """Mark extents as used. Raises ValueError when one is not wholly free; whatever is raised,
         Ctrl-C too, none is marked then."""
-        free, n_bytes = self._without(extents)
-        # No signal comes between: Python looks for them after calls.
-        self._free, self.free_bytes = free, self.free_bytes - n_bytes
+        changed, n_bytes = self._without(extents)
+        # No signal comes between: Python looks for them after calls. Nor is memory wanted: these
+        # segments are there.
+        self._free |= changed
+        self.free_bytes -= n_bytes
 
     def _without(self, extents: Iterable[Extent]) -> tuple[dict[int, list[tuple[int, int]]], int]:
-        """What is free without these extents, and their bytes. Raises as `claim` does."""
+        """What is free without these extents, of segments of which they are; and their bytes.
+        Raises as `claim` does."""
         changed: dict[int, list[tuple[int, int]]] = {}
         n_bytes = 0
-        for segment, off, length in extents:
-            free = changed.setdefault(segment, self._free.get(segment, [])[:])
-            at = bisect.bisect_right(free, (off, 1 << 62)) - 1
-            if at < 0 or free[at][0] + free[at][1] < off + length or length <= 0:
-                raise ValueError(f"segment {segment} bytes {off}+{length} are not free")
-            start, size = free[at]
-            rest = [(start, off - start), (off + length, start + size - off - length)]
-            free[at : at + 1] = [piece for piece in rest if piece[1]]
-            n_bytes += length
-        return self._free | changed, n_bytes
+        for segment, some in groupby(sorted(extents), itemgetter(0)):
+            free, left, done = self._free.get(segment, []), list[tuple[int, int]](), 0
+            for _, off, length in some:
+                end = bisect.bisect_right(free, (off, 1 << 62), done)
+                left += free[done:end]
+                done = end
+                start, size = left.pop() if left else (0, 0)  # what it begins in is the last
+                if off < start or start + size < off + length or length <= 0:
+                    raise ValueError(f"segment {segment} bytes {off}+{length} are not free")
+                rest = [(start, off - start), (off + length, start + size - off - length)]
+                left += [piece for piece in rest if piece[1]]
+                n_bytes += length
+            changed[segment] = left + free[done:]
+        return changed, n_bytes
 
     def claim_all(self, extents: Iterable[Extent]) -> None:
         """Claim many extents of wholly free segments at once, in any order: one sort, one pass.
@@ -117,9 +139,10 @@ class Space:
     def give(self, extents: Iterable[Extent], owed: list[Any] | None = None) -> None:
         """Mark used extents as free again and merge neighbours; all of them or, whatever is raised,
         none. `owed`: its first item is then removed from it."""
-        free, n_bytes = self._with(extents)
+        changed, n_bytes = self._with(extents)
         # No signal comes between, as in `claim`.
-        self._free, self.free_bytes = free, self.free_bytes + n_bytes
+        self._free |= changed
+        self.free_bytes += n_bytes
         if owed:
             del owed[0]
 
@@ -130,25 +153,30 @@ class Space:
 
     def unsweep(self) -> None:
         """Make what was swept free again."""
-        free, n_bytes = self._with(self._swept)
-        self._free, self.free_bytes, self._swept = free, self.free_bytes + n_bytes, ()
+        changed, n_bytes = self._with(self._swept)
+        self._free |= changed  # no signal comes between, as in `claim`
+        self.free_bytes += n_bytes
+        self._swept = ()
 
     def _with(self, extents: Iterable[Extent]) -> tuple[dict[int, list[tuple[int, int]]], int]:
-        """What is free together with these used extents, and their bytes."""
+        """What is free together with these used extents, of their segments; and their bytes."""
         changed: dict[int, list[tuple[int, int]]] = {}
         n_bytes = 0
-        for segment, off, length in extents:
-            free = changed.setdefault(segment, self._free[segment][:])
-            at = bisect.bisect_left(free, (off, 0))
-            after = at < len(free) and free[at][0] == off + length
-            before = at > 0 and sum(free[at - 1]) == off
-            assert at == len(free) or free[at][0] >= off + length, "freed twice"
-            assert at == 0 or sum(free[at - 1]) <= off, "freed twice"
-            start = free[at - 1][0] if before else off
-            end = sum(free[at]) if after else off + length
-            free[at - before : at + after] = [(start, end - start)]
-            n_bytes += length
-        return self._free | changed, n_bytes
+        for segment, some in groupby(sorted(extents), itemgetter(0)):
+            free, more, done = self._free[segment], list[tuple[int, int]](), 0
+            for _, off, length in some:
+                at = bisect.bisect_left(free, (off, 0), done)
+                more += free[done:at]
+                after = at < len(free) and free[at][0] == off + length
+                assert at == len(free) or free[at][0] >= off + length, "freed twice"
+                assert not more or sum(more[-1]) <= off, "freed twice"
+                start = more.pop()[0] if more and sum(more[-1]) == off else off
+                end = sum(free[at]) if after else off + length
+                more.append((start, end - start))
+                done = at + after
+                n_bytes += length
+            changed[segment] = more + free[done:]
+        return changed, n_bytes
 
     def free_parts(self, extents: Iterable[Extent]) -> list[Extent]:
         """The parts of these extents that are free; of a segment that is gone, none."""
@@ -165,11 +193,11 @@ class Space:
         stale from now on, except for `kept` (sorted), which its owners have written whole."""
         self.unsweep()  # what an exception left
         found = tuple(self.free_parts([within]))
-        free, n_bytes = self._without(found)
+        changed, n_bytes = self._without(found)
         stale = outside(outside([within], kept), found)
         stale = sorted([*outside(self._stale, [within]), *stale])
-        # No signal comes between, as in `claim`.
-        self._free, self.free_bytes = free, self.free_bytes - n_bytes
+        self._free |= changed  # no signal comes between, as in `claim`
+        self.free_bytes -= n_bytes
         self._stale, self._swept = stale, found
         return found
 

@@ -63,6 +63,7 @@ class ChunkCache:
         self._n_layers = n_layers
         self._lock = threading.Lock()
         self._maps: dict[int, Ids] = {}  # span -> [n_layers, n_windows] entry or _ABSENT
+        self._n_entries: dict[int, int] = {}  # span -> how many there are
         self._used = np.zeros(self.capacity, dtype=np.int64)  # tick of the last use
         self._pins = np.zeros(self.capacity, dtype=np.int32)
         self._ready = np.zeros(self.capacity, dtype=bool)
@@ -270,17 +271,18 @@ class ChunkCache:
     def occupancy(self) -> dict[int, int]:
         """Span -> its chunks here."""
         with self._lock:
-            return {span: int((table >= 0).sum()) for span, table in self._maps.items()}
+            return dict(self._n_entries)
 
     def check(self) -> None:
         """Assert that maps, owners and the arena agree."""
         self.tier.check()
         with self._lock:
-            mapped = np.sort(
-                np.concatenate([t[t >= 0] for t in self._maps.values()] or [np.empty(0, np.int64)])
-            )
+            found = [table[table >= 0] for table in self._maps.values()]
+            mapped = np.sort(np.concatenate([np.empty(0, np.int64), *found]))
             assert len(np.unique(mapped)) == len(mapped), "two windows share an entry"
             assert np.array_equal(mapped, np.flatnonzero(self._owner[:, 0] >= 0)), "owners are off"
+            counts = {span: int((table >= 0).sum()) for span, table in self._maps.items()}
+            assert counts == self._n_entries and all(counts.values()), "entries are miscounted"
             assert (self._pins >= 0).all(), "unpinned twice"
             self._heap.check()
             idle = self._ready & (self._pins == 0) & (self._owner[:, 0] >= 0)
@@ -306,11 +308,12 @@ class ChunkCache:
             table = np.full((self._n_layers, n_windows), _ABSENT, dtype=np.int64)
         owners = np.empty((len(windows), 3), dtype=np.int64)
         owners[:, 0], owners[:, 1], owners[:, 2] = span, layer, windows
+        n_entries = self._n_entries.get(span, 0) + len(entries)
         if len(entries):  # no signal comes between here and the end
             self._rank[entries], self._share[entries] = ranks, np.nan
             self._owner[entries] = owners
             table[layer, windows] = entries
-            self._maps[span] = table
+            self._maps[span], self._n_entries[span] = table, n_entries
             if noted is not None:
                 noted += [entries]
         return windows, entries
@@ -320,20 +323,26 @@ class ChunkCache:
         n = min(len(ranks), self.capacity)
         free = min(n, self.tier.usage().free // self.chunk_bytes)
         kept = np.argsort(-ranks, kind="stable")[:n]
-        victims = self._heap.take(n - free)
+        # Those worth most, against those worth least: once one is not beaten, no other is.
+        below = ranks[kept[free:]] - self._margin if self.by_rank else None
+        victims = self._heap.take(n - free, below)
         kept = kept[: free + len(victims)]
-        if self.by_rank:
-            beaten = ranks[kept[free:]] > self._rank[victims] + self._margin
-            self._file(victims[~beaten])
-            victims, kept = victims[beaten], kept[: free + int(beaten.sum())]
         self._drop(victims)
         self.evictions += len(victims)
-        for _ in range(len(kept)):
-            slot = self.tier.reserve(self.chunk_bytes)
-            if slot is None:
-                break
-            taken += [slot.parts[0].off // self.chunk_bytes]
+        self._reserve(len(kept), taken)
         return np.array(taken, dtype=np.int64), np.sort(kept[: len(taken)])
+
+    def _reserve(self, most: int, taken: list[int]) -> None:
+        """Add up to `most` free entries to `taken`; together, as each call goes over all holes."""
+        slot = None
+        try:
+            slot = self.tier.reserve_each(self.chunk_bytes, most)
+            found = [part.off // self.chunk_bytes for part in slot.parts]
+        except BaseException:  # Ctrl-C: nobody else knows of them
+            if slot is not None:
+                self.tier.free(slot)
+            raise
+        taken += found  # no signal came between
 
     def _file(self, entries: Ids) -> None:
         """These may go; filed under what they are worth now."""
@@ -366,22 +375,24 @@ class ChunkCache:
         for span in np.unique(self._owner[entries, 0]).tolist():
             mine = entries[self._owner[entries, 0] == span]
             table = self._maps[span]
-            was_last = int((table >= 0).sum()) == len(mine)
+            left = self._n_entries[span] - len(mine)
             self._heap.discard(mine)
             table[self._owner[mine, 1], self._owner[mine, 2]] = _ABSENT
-            if was_last:
-                del self._maps[span]
+            self._n_entries[span] = left
+            if not left:
+                del self._maps[span], self._n_entries[span]
             self._owner[mine] = _ABSENT  # no signal came between
 
     def _free(self, entries: Ids) -> None:
+        if not len(entries):
+            return
         self._heap.discard(entries)
         self._ready[entries] = True  # ready without an owner: yet to be freed
         before = self.tier.usage().used
-        try:
-            for entry in entries.tolist():
-                self.tier.free(self.slot(entry))
+        try:  # together: each call goes over all holes
+            self.tier.free(Slot(tuple(self.slot(e).parts[0] for e in entries.tolist())))
             self._ready[entries] = False  # no signal came between
-        except BaseException:  # of the last one only the tier knows whether it is free
-            n_freed = (before - self.tier.usage().used) // self.chunk_bytes
-            self._ready[entries[:n_freed]] = False
+        except BaseException:  # all are free, or none: only the tier knows
+            if self.tier.usage().used < before:
+                self._ready[entries] = False
             raise

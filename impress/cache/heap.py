@@ -67,11 +67,15 @@ class MinHeap:
         self._n -= int(self._in[items].sum())
         self._in[items] = False
 
-    def take(self, n: int) -> Ids:
-        """Take out and return the n least (fewer when there are not so many), in order."""
+    def take(self, n: int, below: Scores | None = None) -> Ids:
+        """Take out and return the n least (fewer when there are not so many), in order; up to the
+        first whose score is not below its number in `below`."""
         taken: list[int] = []
+        most = [] if below is None else below.tolist()
         while len(taken) < n and self._settle():
-            item = self._entries[0][2]
+            score, _, item, _ = self._entries[0]
+            if below is not None and score >= most[len(taken)]:
+                break
             self._filed[item] = _NONE  # first: an item is never filed without its entry
             self._n_valid -= 1
             self._in[item] = False
