@@ -27,6 +27,7 @@ from impress.engines.hf_storing import Job, StoreQueue
 from impress.engines.virtual import Virtual
 from impress.errors import BadInput, PrefixLost, StoreFailed, StoreMismatch, Unsupported
 from tiers.base import PAGE
+from tiers.errors import ReadFailed
 from tiers.slots import BufferPool
 
 WINDOW = 64
@@ -772,6 +773,19 @@ def test_rows_on_their_way_to_a_device_take_no_room_for_an_answer(device):
     end_reads(None, cache)
     cache.release()
     assert pool.used_bytes == 0
+
+
+@pytest.mark.parametrize(("on_host", "error"), [(False, PrefixLost), (True, StoreFailed)])
+def test_a_prefix_for_which_the_host_has_no_memory_is_computed_on_a_device(on_host, error):
+    """The request failed, and was told to ask for fewer new tokens, of which nothing lay there."""
+
+    class Full:
+        def acquire(self, n_bytes):
+            raise ReadFailed("shortage", f"no memory for {n_bytes} bytes")
+
+    geometry = impress.Geometry(1, 1, 1, 8, dtype="float32")
+    with pytest.raises(error, match="no memory for"):
+        RowsCache(geometry, 1, 128, Full(), n_prefix=64, on_host=on_host)
 
 
 @pytest.mark.parametrize(

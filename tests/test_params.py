@@ -128,6 +128,36 @@ def test_the_fallback_serves_until_enough_is_stored_and_parameters_after(open_st
     assert verify_store(store.path).problems == []
 
 
+@pytest.mark.parametrize("reason", ["late", "shortage"])
+def test_parameters_that_do_not_come_are_a_lost_prefix_and_no_request_that_hangs(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """They were read by the request's own thread: on a disk that hangs it waited for ever, and an
+    engine's next requests behind it."""
+    with open_store(SHAPE, probes=("pca25-v1",)) as store:
+        put(store, 0)
+        tokens = put(store, 1)
+    store = open_store(SHAPE, probes=("pca25-v1",), read_timeout_s=0.2)
+    come = threading.Event()
+    real = params._read_in
+
+    def read_in(path: Path) -> bytes | None:
+        if reason == "shortage":
+            raise MemoryError
+        assert come.wait(60)
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(params, "_read_in", read_in)
+        with store.lease(tokens) as lease:
+            with pytest.raises(impress.PrefixLost) as lost:
+                lease.session(POLICY)
+            assert lost.value.reason == reason and store.stats()["lost"] == {reason: 1}
+            come.set()
+            assert store._pool.idle(60)
+    assert bring(store, tokens, 1)[1] == "pca25-v1"
+
+
 def test_a_prefix_goes_on_with_what_it_began_with(open_store: Open) -> None:
     store = open_store(SHAPE, probes=("pca25-v1",))
     put(store, 0, ends=(64,))

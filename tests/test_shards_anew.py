@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import assert_serves, prompt
+from conftest import MIB, assert_serves, prompt, wait_for_promotions
 from test_shards import APART, Pair, check, look, pair, ready, unreadable
 
 import impress
@@ -72,6 +72,43 @@ def test_what_bears_the_id_of_a_span_that_is_held_comes_once_that_is_let_go(
     assert_serves(a, prompt(256, 1), 0)
     assert_serves(a, tokens, 512)
     assert not a.follow()
+    check(a, again)
+
+
+def test_nothing_of_a_span_is_left_when_another_is_shown_under_its_id(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lets go of the last of several spans forgets their copies one by one. A look that
+    came between showed the next span of an id whose tables and copies were still there: a prompt
+    was answered with the rows of another, which matched their sums."""
+    geometry = impress.Geometry(2, 2, 2, 32, "float32")
+    pair = a, b = (
+        open_store(geometry, **{**APART, "dram_bytes": MIB}),
+        open_store(geometry, **APART),
+    )
+    ready(b, prompt(256, 1))
+    look(a)
+    held = a.lease(prompt(256, 1))
+    with held.session() as session:
+        for layer in range(a.geometry.n_layers):
+            session.retrieve(layer, None)
+    wait_for_promotions(a)
+    again = begun_anew(pair, open_store)
+    ready(again, prompt(256, 2))
+    look(a, again)
+    forget, looked = a._home._forget, list[int]()
+
+    def between(span: int) -> None:
+        if not looked:
+            looked.append(span)
+            a.follow()
+            assert_serves(a, prompt(256, 2), 256)
+        forget(span)
+
+    monkeypatch.setattr(a._home, "_forget", between)
+    held.release()
+    assert len(looked) == 1
+    assert_serves(a, prompt(256, 2), 256)
     check(a, again)
 
 

@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MIB, assert_serves, everything_in, kv_of, prompt, put_prompt
+from conftest import (
+    MIB,
+    assert_serves,
+    everything_in,
+    kv_of,
+    prompt,
+    put_prompt,
+    said_by_a_child,
+)
 from test_isolation import rows_of
 
 import impress
@@ -145,6 +153,30 @@ def test_a_forked_child_that_lets_go_of_a_lease_touches_nothing(
             assert np.array_equal(k.numpy(), kv_of(tokens, geometry)[0][0])
     store.flush()
     assert rows_of(tokens, geometry) not in everything_in(store.path / "shards/main/segments")
+    store.check()
+
+
+def test_a_forked_child_lets_go_whatever_locks_came_along_taken(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """A thread of the parent's had one of them as another forked: the child waited for ever."""
+    store, tokens = open_store(geometry, **QUIET), prompt(256, 4)
+    assert put_prompt(store, tokens).wait(60)
+    writer = store.writer(tokens)  # all of it is stored
+    with store.lease(tokens) as lease, lease.session() as session:
+        session.prefetch()
+
+        def leave() -> None:
+            session.close()
+            lease.release()
+            writer.__exit__(None, None, None)
+
+        for lock in (store.catalog.lock, store._leases._lock, store._pool._lock):
+            with lock:
+                assert said_by_a_child(leave, 10) == "returned"
+        for layer in range(geometry.n_layers):
+            session.retrieve(layer, None)
+    writer.__exit__(None, None, None)
     store.check()
 
 
@@ -355,6 +387,24 @@ def test_a_hanging_read_does_not_keep_the_shard_locked(
     store.close()
     assert_serves(open_store(geometry, shard=0), prompt(256, 1), 256)
     go.set()
+
+
+def test_rows_put_after_a_close_wait_for_nothing(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Nobody ran their write, and nobody was told: it counted as under way for good, its buffer was
+    never given back, and once these had run out the next put waited for one for half a minute."""
+    store = open_store(geometry, **QUIET)
+    tokens = prompt(256, 1)
+    keys, values = kv_of(tokens, geometry)
+    writer = store.writer(tokens)
+    writer.put(0, 0, keys[0], values[0])
+    store.close()
+    with pytest.raises(impress.StoreFailed, match="the store is closed"):
+        with writer:
+            writer.put(1, 0, keys[1], values[1])
+            assert writer.draft is not None and not writer.draft.writing
+            assert store.write_buffers.used_bytes == 0
 
 
 def test_rows_put_while_their_writer_is_given_up_are_not_written(

@@ -111,14 +111,19 @@ class SegmentFiles:
         if file is not None:
             os.close(file.fd)
 
-    def drop_deleted(self, grace_s: float, *, by_name: bool = True) -> None:
+    def drop_deleted(
+        self, grace_s: float, *, by_name: bool = True, folder: int | None = None
+    ) -> None:  # fmt: skip
         """Let go of files that their writers have deleted; closed once no read can be on its way.
 
         `by_name`: even if a link to it is left somewhere, which takes a look at each name.
+        `folder`: looks only at those of the folder of that number (`join`).
         Until then the file system keeps their blocks, and a new file of that name is another one.
         """
         now = monotonic()
         theirs = [s for s in [*self._files] if self._read_only or s not in self.numbers]
+        if folder is not None:
+            theirs = [segment for segment in theirs if segment // SEGMENTS == folder]
         for segment in theirs:  # without the lock: others' reads do not wait for a file system
             file = self._files.get(segment)
             if file is not None and _is_gone(file, by_name=by_name):

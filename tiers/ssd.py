@@ -79,9 +79,11 @@ class SsdTier:
         """From now on, segments of the folder with that number are read in `folder`."""
         self._files.join(number, folder)
 
-    def drop_deleted(self, grace_s: float, *, by_name: bool = True) -> None:
+    def drop_deleted(
+        self, grace_s: float, *, by_name: bool = True, folder: int | None = None
+    ) -> None:  # fmt: skip
         """Let go of files that other writers have deleted, once no read can be on its way."""
-        self._files.drop_deleted(grace_s, by_name=by_name)
+        self._files.drop_deleted(grace_s, by_name=by_name, folder=folder)
 
     @property
     def direct(self) -> bool:

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from impress.engines.buffers import Rental, VirtualBuffers
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_observed import Observed
-from impress.errors import StoreFailed, Unsupported
+from impress.errors import PrefixLost, StoreFailed, Unsupported
 from impress.types import Geometry
 from tiers.base import round_up
 from tiers.errors import MediumError
@@ -121,20 +121,12 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
     supports_early_init = False
 
     def __init__(
-        self,
-        geometry: Geometry,
-        batch: int,
-        capacity: int,
-        pool: BufferPool,
-        *,
-        n_prefix: int,
-        contiguous: bool,
-        rental: Rental | None = None,
-        index: int = 0,
-        on_host: bool = True,
-    ) -> None:
+        self, geometry: Geometry, batch: int, capacity: int, pool: BufferPool, *, n_prefix: int,
+        contiguous: bool, rental: Rental | None = None, index: int = 0, on_host: bool = True,
+    ) -> None:  # fmt: skip
         """rental: virtual buffers to use, as layer `index`; `n_prefix` rows have memory.
-        on_host: False where the model computes elsewhere."""
+        on_host: False where the model computes elsewhere. Raises StoreFailed without memory for
+        its rows, PrefixLost without memory for a prefix alone."""
         super().__init__()
         self.keys: torch.Tensor | None
         self.values: torch.Tensor | None
@@ -271,7 +263,12 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         geometry, dtype = self.geometry, getattr(torch, self.geometry.dtype)
         shape = self.batch, n_rows or self._capacity, geometry.n_kv_heads
         dims = geometry.head_dim, geometry.v_dim
-        return [_Plane(self._pool, (*shape, dim), dtype, device) for dim in dims]
+        try:
+            return [_Plane(self._pool, (*shape, dim), dtype, device) for dim in dims]
+        except StoreFailed as err:
+            if n_rows is None:
+                raise
+            raise PrefixLost("shortage", str(err)) from None  # to be computed without it
 
     def _move(self, planes: Sequence[_Plane | _Lent], n_rows: int) -> None:
         for old, new in zip(self._planes, planes, strict=True):

@@ -85,16 +85,15 @@ def pass_by(reading: Reading, sources: Sequence[Source]) -> None:
 
 def _passed_by(reading: Reading, sources: Sequence[Source]) -> None:
     with _behind(reading, sources):
-        looked = [
-            (source, layer, _rows_of(source, None))
-            for layer in range(reading.geometry.n_layers) for source in sources
-        ]  # fmt: skip
+        every = [(source, _rows_of(source, None)) for source in sources]
+        layers = range(reading.geometry.n_layers)
         reading.history.request(
-            _note(source, layer, rows, whole=False) for source, layer, rows in looked
+            _note(source, layer, rows, whole=False) for layer in layers for source, rows in every
         )
-        for source, layer, rows in looked:
-            window = source.held.record.window
-            judge(reading, source, layer, np.unique(source.ordinals(layer, rows) // window))
+        for layer in layers:
+            for source, rows in every:
+                window = source.held.record.window
+                judge(reading, source, layer, np.unique(source.ordinals(layer, rows) // window))
         _save(reading)
 
 

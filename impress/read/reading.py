@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +47,13 @@ class Reading:
     flights: Flights = field(default_factory=Flights)
     #: Buffers that wait to be copied up: requests come first, and these would pile up behind them.
     waiting: Allowance = field(default_factory=lambda: Allowance(MOST_WAITING))
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that opened the store. It touches nothing of it:
+        locks may have come along taken, and then nobody opens them."""
+        return os.getpid() != self.pid
 
     @contextmanager
     def lost_for(self) -> Iterator[None]:

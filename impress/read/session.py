@@ -122,6 +122,8 @@ class Lease:
         self._end()
 
     def _end(self) -> bool:
+        if self.reading.forked:
+            return False
         try:
             return self._let_go()
         except BaseException:  # Ctrl-C: nobody ends it again
@@ -186,10 +188,9 @@ class Session:
         return self.policy.needs_suffix_lse
 
     def prefetch(
-        self,
-        outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        self, outs: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
         layers: Sequence[int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start reading these layers (None: every one), in order; retrieve(layer) then waits for
         what is left.
 
@@ -221,13 +222,10 @@ class Session:
         self._check_ended()
 
     def retrieve(
-        self,
-        layer: int,
-        query: torch.Tensor | None,
-        scaling: float | None = None,
+        self, layer: int, query: torch.Tensor | None, scaling: float | None = None,
         suffix_lse: torch.Tensor | None = None,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """(k, v, pos) of a layer: k, v [n_kv_heads, m, head_dim], pos int64 [m].
 
         On the query's device, in position order unless the session is not `in_order`; not to be
@@ -313,6 +311,8 @@ class Session:
         False when a read is stuck past the time limit: then drop the tensors, and reuse none before
         `is_untouched`. What has yet to climb from `outs` is copied now: its turn may be far off.
         """
+        if self._r.forked:
+            return True
         if not self._closed:
             self._closed = True
             try:
@@ -362,8 +362,6 @@ class Session:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-    # ---- inside ----------------------------------------------------------------------------
 
     def _check_ended(self) -> None:
         """After new loads: the lease's end, on another thread, may not have seen them."""

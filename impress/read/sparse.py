@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +27,7 @@ from impress.read.parts import Source, in_position_order, rows_of
 from impress.read.promote import Looked
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
+from impress.read.tickets import within_memory
 from impress.selection.choices import Selection, checked, whole
 from impress.selection.identify import (
     Asked,
@@ -40,7 +42,7 @@ from impress.spans.layout import K, V
 from impress.spans.params import NONE, Layers
 from impress.spans.rows import host_words
 from tiers.base import Bytes
-from tiers.errors import MediumError
+from tiers.errors import MediumError, ReadFailed
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -61,7 +63,8 @@ class SparseSession(Session):
         self, lease: Lease, policy: Policy, reading: Reading, in_order: bool = True
     ) -> None:
         super().__init__(lease, policy, reading, in_order=in_order)
-        self._codec, self._plane, self._params = self._sketch()
+        with reading.lost_for():
+            self._codec, self._plane, self._params = self._sketch()
         self._of_probes = in_position_order(self._sources)
         asked = Asked(
             0, self.n_tokens, reading.geometry, self._window, codec=self._codec,
@@ -99,10 +102,22 @@ class SparseSession(Session):
         plane, digest = self._plane_of(codec)
         if again is None:
             return codec, plane, None
-        layers = None if plane is None else self._r.params.layers(digest)
+        layers = None if plane is None else self._layers_of(digest)
         if layers is not None and len(layers) == self._r.geometry.n_layers:
             return codec, plane, layers
         return plain, self._plane_of(plain)[0], None
+
+    def _layers_of(self, digest: bytes) -> Layers | None:
+        """Parameters of that name; None where they cannot be had. Raises MediumError where reading
+        them takes too long or too much memory: they may be a hundred megabytes."""
+        if (known := self._r.params.known(digest)) is not None:
+            return known
+        found: list[Layers | None] = []
+        read = partial(within_memory, lambda: found.append(self._r.params.layers(digest)))
+        limit_s = self._r.config.read_timeout_s
+        if not self._r.pool.submit(self._lane, [read]).wait(limit_s):
+            raise ReadFailed("late", f"a probe's parameters took more than {limit_s:g} s")
+        return found[0]
 
     @property
     def _from_keys(self) -> bool:

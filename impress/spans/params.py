@@ -108,12 +108,18 @@ class Params:
                     found.add(bytes.fromhex(key.partition("/")[0]))
         return found
 
-    def layers(self, digest: bytes) -> Layers | None:
-        """The parameters of that name, by layer; None where they cannot be had. Reads once."""
+    def known(self, digest: bytes) -> Layers | None:
+        """The parameters of that name, by layer, where they have been read; reads nothing."""
         with self._lock:
             if digest in self._cached:
                 self._cached.move_to_end(digest)
-                return self._cached[digest]
+            return self._cached.get(digest)
+
+    def layers(self, digest: bytes) -> Layers | None:
+        """The parameters of that name, by layer; None where they cannot be had. Reads once."""
+        if (known := self.known(digest)) is not None:
+            return known
+        with self._lock:
             if digest in self._damaged:
                 return None
         found = self._read(digest)

@@ -204,7 +204,8 @@ class Draft:
                     return
                 self._writing += 1
                 counted = True  # no signal comes between
-            self._media.pool.submit(Lane.STORE, [partial(self._run, task, buffer, taken)])
+            ticket = self._media.pool.submit(Lane.STORE, [partial(self._run, task, buffer, taken)])
+            ticket.then(partial(self._cancelled, buffer, taken))
         except BaseException:  # no memory, Ctrl-C: if it was not queued, `settle` would wait for it
             if counted and self._take(taken):
                 self._ended(buffer)
@@ -225,6 +226,14 @@ class Draft:
             with self._lock:
                 self._error = self._error or err
         finally:
+            self._ended(buffer)
+
+    def _cancelled(self, buffer: Buffer, taken: list[bool]) -> None:
+        """Called once a write's turn is over. Where the threads had ended before, nobody has run
+        it: whoever waits for a buffer, or for the last write, would wait in vain."""
+        if self._take(taken):
+            with self._lock:
+                self._error = self._error or StoreFailed("the store is closed")
             self._ended(buffer)
 
     def _ended(self, buffer: Buffer) -> None:

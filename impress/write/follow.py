@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from time import monotonic
 from typing import Final, TypeVar
 
 from impress.blockhash import key_after
@@ -35,6 +36,7 @@ log = logging.getLogger("impress")
 RETRIES: Final = 64
 #: Longest wait for a look to end: on a disk that hangs it may not.
 STOP_S: Final = 10.0
+DROP_EVERY_S: Final = 1.0  # looks at others' files for those that are gone, where nothing changed
 
 _T = TypeVar("_T")
 
@@ -72,6 +74,7 @@ class Follower:
         self._n_chances = 0  # the catalog's, when waiting spans were last due to be tried again
         self._to_try = 0  # of those that waited then, not tried yet
         self.neighbours: dict[int, Neighbour] = {}
+        self._drop_due_s = 0.0
         try:
             self._discover()
         except BaseException:  # as in Neighbour
@@ -200,8 +203,9 @@ class Follower:
                 self._to_try -= RETRIES
                 self._catalog.retry(RETRIES, self.value)
             self._n_chances = chances
-            # Files go after their spans.
-            self._ssd.drop_deleted(2 * self._grace_s, by_name=changed)
+            if changed or monotonic() >= self._drop_due_s:  # files go after their spans
+                self._ssd.drop_deleted(2 * self._grace_s, by_name=changed)
+                self._drop_due_s = monotonic() + DROP_EVERY_S
             self.say()
             return changed
 
@@ -286,7 +290,8 @@ class Follower:
             return n.index.refresh() != n.generation and self._compare(n)
         version, generation, changes, values = found
         if changes:
-            self._ssd.drop_deleted(2 * self._grace_s)  # first: new files may have their names
+            # First: new files may have their names.
+            self._ssd.drop_deleted(2 * self._grace_s, folder=n.shard.number)
             self._apply(n, changes, values)
         n.version, n.generation = version, generation  # last: else an error would skip them
         return bool(changes)
@@ -305,6 +310,8 @@ class Follower:
     def _admit(self, span: int, value: bytes, before: bytes | None) -> None:
         """Show it, unless it is damaged. `before`: the labels before it; None: it is a stray."""
         self._begun.add(span)
+        if not self._catalog.knows(span):  # what had the id before has left; its copies may be yet
+            self._forget(span)  # about to go, and would answer under the labels of this one
         with suppress(FormatError):
             if before is None:
                 self._catalog.admit_stray(span, value)
@@ -335,7 +342,7 @@ class Follower:
         """
         n.whole = True  # until that is done
         generation, values = n.read()
-        self._ssd.drop_deleted(2 * self._grace_s)
+        self._ssd.drop_deleted(2 * self._grace_s, folder=n.shard.number)
         known = self._catalog.known(n.shard.spans)
         n.late = {span for span in known if _is_another(values.get(span), known[span])}
         ids, here = {span for span, kept in known.items() if kept}, values.keys() - n.late

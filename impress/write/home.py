@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -59,6 +60,7 @@ class Home:
         self._config = config
         self._counters = counters
         self._forget = forget
+        self._pid = os.getpid()
         check_fork(path)
         if shard is not None:
             shard.check_index()
@@ -247,10 +249,16 @@ class Home:
     def _orphaned(self, spans: Iterable[int]) -> None:
         self.leaving.orphaned(spans)
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that opened it."""
+        return os.getpid() != self._pid
+
     def release(self, held: list[Held], keep: int = 0) -> None:
         """A lease or a writer lets go, as `Catalog.release`. The committer reclaims what is then
-        nobody's: a request does not wait while a span is erased."""
-        if not self.catalog.release(held, keep):
+        nobody's: a request does not wait while a span is erased. In a forked child nothing is
+        touched: its parent's locks may have come along taken, and then nobody opens them."""
+        if self.forked or not self.catalog.release(held, keep):
             return
         try:
             self._let_go(self.catalog.unheld)
