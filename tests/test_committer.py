@@ -489,7 +489,7 @@ def test_a_store_that_fails_on_its_way_leaves_no_slot_and_no_space_taken(
 
 
 def test_how_often_prefixes_were_leased_outlives_a_kill(
-    open_store: Open, geometry: impress.Geometry
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a clean close saved it: what a killed server had found hot was evicted first."""
     store = open_store(geometry)
@@ -505,6 +505,16 @@ def test_how_often_prefixes_were_leased_outlives_a_kill(
     store._home.save_history()
     store.flush()
     assert store.index.version() == saved  # nothing new, nothing written
+    assert_serves(store, prompt(64, 2), 64)
+    wait_for_promotions(store)
+    heat = list[dict[int, tuple[int, int]]]()
+    save = store.index.save_history
+    monkeypatch.setattr(store.index, "save_history", lambda *a: (heat.append(a[3]), save(*a))[1])
+    store._home.save_history()
+    store.flush()
+    (warmer,) = heat  # not all that was ever leased: of millions, each few seconds
+    assert [hits for hits, _ in warmer.values()] == [2]
+    assert [hits for hits, _ in store.index.heat().values()] == [2, 2]
 
 
 def test_history_that_could_not_be_saved_is_saved_with_the_next(

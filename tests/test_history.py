@@ -182,6 +182,27 @@ def test_layers_that_fall_back_are_told_from_requests_that_read_everything() -> 
     assert needed == pytest.approx(1 / 2, abs=0.01)  # of two that chose, one fell back
 
 
+def test_much_history_is_saved_in_parts() -> None:
+    """All that had changed was copied and compressed in one go: stores, and whoever wanted room,
+    waited for a gigabyte of it."""
+    h = History(LAYERS, W, 1 << 20, {}.get)
+    for span in range(5):
+        h.request([replace(note([0, 1]), span=span)])
+    size = h.used_bytes // 5
+    saved = dict[int, bytes]()
+    for n in (2, 4, 5):
+        assert h.unsaved
+        saved |= h.dump(size + 1)
+        h.check()
+        assert len(saved) == n
+    assert not h.unsaved and h.dump() == {}
+    h.request([replace(note([0]), span=9)])
+    assert set(h.dump(1)) == {9} and not h.unsaved
+    h.not_saved()
+    assert h.unsaved and set(h.dump()) == {9}
+    h.check()
+
+
 def test_ranks_beforehand_count_the_use_they_are_asked_for() -> None:
     h = history()
     for _ in range(3):

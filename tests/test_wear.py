@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -40,6 +41,7 @@ from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
 from impress.usage.history import Note
 from impress.usage.remembered import HALF_LIFE
+from impress.write import leaving
 from impress.write.budget import DAY_S, WriteBudget
 from impress.write.health import RETRY_S, Health
 from tiers.base import PAGE, Slot
@@ -168,8 +170,13 @@ def test_batches_take_what_one_at_a_time_would(seed: int, eviction: str, limit: 
 # ---- watermarks ----------------------------------------------------------------------------
 
 
-def test_a_store_is_kept_below_its_mark(open_store: Open, geometry: impress.Geometry) -> None:
-    """A prompt is 8 windows of 64 KiB and a header: about a dozen are too many."""
+@pytest.mark.parametrize("at_once", [leaving.AT_ONCE, 1], ids=["at once", "in parts"])
+def test_a_store_is_kept_below_its_mark(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """A prompt is 8 windows of 64 KiB and a header: about a dozen are too many. All that lay above
+    the low mark of a large store left in one turn, in which no other store became READY."""
+    monkeypatch.setattr(leaving, "AT_ONCE", at_once)
     store = open_store(
         geometry, window=WINDOW, disk_bytes=8 * MIB + 5, disk_high=0.75, disk_low=0.5
     )
@@ -181,6 +188,25 @@ def test_a_store_is_kept_below_its_mark(open_store: Open, geometry: impress.Geom
     stats = store.stats()
     assert stats["evicted_spans"] > 0 and not stats["refused"]
     assert store.ssd.usage().used > 3 * MIB
+    sound(store)
+
+
+def test_thinning_goes_on_with_each_commit_down_to_the_low_mark(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "AT_ONCE", MIB)
+    with open_store(geometry, window=WINDOW) as store:
+        for seed in range(12):
+            assert put_prompt(store, prompt(128, seed)).wait(60)
+    store = open_store(geometry, window=WINDOW, disk_bytes=8 * MIB, disk_high=0.7, disk_low=0.3)
+    used = [store.ssd.usage().used]
+    for seed in range(20, 26):
+        assert put_prompt(store, prompt(16, seed)).wait(60)
+        store.flush()
+        used.append(store.ssd.usage().used)
+    falls = [before - after for before, after in itertools.pairwise(used)]
+    assert sum(fall > MIB for fall in falls) > 1 and max(falls) < used[0] - min(used)
+    assert min(used) <= 0.3 * 8 * MIB
     sound(store)
 
 

@@ -280,10 +280,10 @@ class Catalog:
 
     # ---- looking --------------------------------------------------------------------------
 
-    def heat(self) -> dict[int, tuple[int, int]]:
+    def heat(self, since: int = -1) -> dict[int, tuple[int, int]]:
         """Span -> (leases, lease counter at the last) of its most leased node; leased ones only."""
         with self.lock:
-            rows = self._tree.leased()
+            rows = self._tree.leased(since)
         return {span: (hits, used) for span, hits, used in rows}
 
     def hottest(self, n: int) -> list[Prefix]:

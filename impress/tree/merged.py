@@ -376,9 +376,9 @@ class MergedCatalog(Catalog):
         """Records of one's own spans that still own space."""
         return self._decoded(lambda: (span for span in self._kept if span in self.own))
 
-    def heat(self) -> dict[int, tuple[int, int]]:
+    def heat(self, since: int = -1) -> dict[int, tuple[int, int]]:
         """As `Catalog.heat`, for one's own spans."""
-        return {span: heat for span, heat in super().heat().items() if span in self.own}
+        return {span: heat for span, heat in super().heat(since).items() if span in self.own}
 
     def own_dead(self) -> list[Dead]:
         """As `dead`, for one's own spans."""

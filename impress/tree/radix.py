@@ -136,10 +136,14 @@ class RadixTree(Nodes):
         leaves = self.leaves()
         return leaves[np.argsort(-np.array(self.hits)[leaves], kind="stable")[:limit]]
 
-    def leased(self) -> list[tuple[int, int, int]]:
-        """(span, hits, used) of every node ever leased, least leased first. Vectorised."""
-        hits = np.array(self.hits)
-        rows = np.flatnonzero((np.array(self._span) >= 0) & (hits > 0))
+    def leased(self, since: int = -1) -> list[tuple[int, int, int]]:
+        """(span, hits, used) of every node ever leased, least leased first; or of the nodes of
+        spans leased later than `since`. Vectorised."""
+        span, hits = np.array(self._span), np.array(self.hits)
+        rows = np.flatnonzero((span >= 0) & (hits > 0))
+        if since >= 0:
+            warmer = np.unique(span[rows[np.array(self.used)[rows] > since]])
+            rows = rows[np.isin(span[rows], warmer)]
         rows = rows[np.argsort(hits[rows], kind="stable")]
         return list(zip(*(column.tolist() for column in self.columns(rows)[:3]), strict=True))
 

@@ -29,6 +29,7 @@ Floats = npt.NDArray[np.float32]
 
 #: Requests between two saves in the background.
 SAVE_EVERY: Final = 256
+MOST_DUMPED: Final = 32 << 20  # bytes that one `dump` compresses, for which stores wait
 #: A sixty-fourth of the DRAM budget, at least 4 MiB: four bytes a row and layer are .1 % of the KV
 #: where a row has 4 KiB.
 SHARE: Final = 64
@@ -270,12 +271,22 @@ class History:
         full = 2 * self._unsaved_bytes > self._budget_bytes
         return full or self.tick - self._saved_tick >= SAVE_EVERY
 
-    def dump(self) -> dict[int, bytes]:
-        """Span -> value, of those that changed since the last dump. Compresses outside the lock."""
+    @property
+    def unsaved(self) -> bool:
+        """Whether anything changed that no `dump` has given since."""
+        return bool(self._changed)
+
+    def dump(self, most_bytes: int = MOST_DUMPED) -> dict[int, bytes]:
+        """Span -> value, of those that changed since the last dump; what goes beyond `most_bytes`
+        is for the next. Compresses outside the lock."""
         with self._lock:
-            copies = {span: self._spans[span].copy() for span in self._changed}
-            self._changed, self._dumped = set(), self._changed
-            self._unsaved_bytes = 0
+            copies, n_bytes = dict[int, Remembered](), 0
+            for span in self._changed:
+                if n_bytes < most_bytes:
+                    copies[span] = self._spans[span].copy()
+                    n_bytes += copies[span].n_bytes
+            self._changed, self._dumped = self._changed - copies.keys(), set(copies)
+            self._unsaved_bytes -= n_bytes
             self._saved_tick = self.tick
         return {span: encode(known) for span, known in copies.items()}
 

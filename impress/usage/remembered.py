@@ -178,12 +178,14 @@ class Remembered:
 
         `ordinals`: where each row lies in the order of chunks; None: in position order.
         """
+        if not self.decided(layer).any():  # as where all is read: row by row, 1 everywhere
+            return np.ones(self.seen.shape[2], dtype=np.float32)
         return self._by_chunk(self._rows(layer), ordinals)
 
     def needed(self, layer: int, ordinals: Ids | None, shares: Floats) -> Floats:
         """[n_chunks]: the share of its rows that a request needs. `shares`: for requests that
         choose; others need every row, as often as they were seen."""
-        whole = self._needed_whole()[layer]
+        whole = self._needed_whole(layer)
         if not whole.any() or not self.decided(layer).any():
             return shares
         rows = self._rows(layer)
@@ -191,9 +193,11 @@ class Remembered:
         by_window += whole[:, None] * (1 - by_window)
         return self._by_chunk(rows, ordinals)
 
-    def _needed_whole(self) -> Floats:
-        """[n_layers, n_windows]: the share of requests that need every row."""
-        return self.whole + self.every * (1 - self.whole)
+    def _needed_whole(self, layers: int | slice = slice(None)) -> Floats:
+        """[n_windows] of a layer, [n_layers, n_windows] of several: the share of requests that need
+        every row."""
+        whole = self.whole[layers]
+        return np.asarray(whole + self.every[layers] * (1 - whole))
 
     def known_shares(self, shares: Floats, layer: int, ordinals: Ids | None) -> Floats | None:
         """`shares` without undecided rows (1 each); nan: a chunk has no others, None: none has."""
@@ -223,7 +227,9 @@ class Remembered:
         return self.summed
 
     def _summary(self) -> Summary:
-        share = self.average().reshape(*self.seen.shape[1:], self.window).mean(axis=2)
+        share = np.zeros(self.seen.shape[1:], dtype=np.float32)
+        if self.seen.any():
+            share = self.average().reshape(*share.shape, self.window).mean(axis=2)
         decided = self.seen.any(axis=0)
         # Right where a chunk holds its window's rows, or all chunks have the same uses.
         needed = np.where(decided, share + self._needed_whole() * (1 - share), 1)

@@ -101,7 +101,7 @@ class Batches:
             self._answer(trial, self._try)
         self.attempt(self._thin_out, batch)
 
-    def attempt(self, act: Callable[..., None], *args: Any) -> StoreFailed | None:
+    def attempt(self, act: Callable[..., object], *args: Any) -> StoreFailed | None:
         """Call `act`; the error it fails with is returned, and kept for flush."""
         try:
             act(*args)

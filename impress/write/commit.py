@@ -48,7 +48,7 @@ class Committer:
         self._batches = Batches(index, ssd, headers, catalog, counters, duties, history, self.fail)
         self._history = history
         self._ledgers = ledgers
-        self._heat: dict[int, tuple[int, int]] = {}  # as last saved
+        self._heat_tick = -1  # heat up to this lease is saved
         self._jobs: deque[Job] = deque()
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -175,7 +175,8 @@ class Committer:
     def save_last(self) -> None:
         """After `close`: save the history of requests that ended meanwhile. Raises StoreFailed."""
         if self.ended:
-            self._save_history()
+            while self._save_history() and self._history.unsaved:
+                pass
 
     def _put(self, job: Job) -> None:
         self.queue((job,))
@@ -241,18 +242,21 @@ class Committer:
         heat, wear = self._catalog.heat(), self._duties.wear()
         self._index.commit({}, heat=heat, wear=wear, last=True)
 
-    def _save_history(self) -> None:
-        """However it ends, what is not saved now is saved the next time. Raises StoreFailed for an
-        error that neither the disk nor the index raised."""
+    def _save_history(self) -> bool:
+        """Save some of it; whether that worked. However it ends, what is not saved now is saved the
+        next time, which is soon where there is more. Raises StoreFailed for an error that neither
+        the disk nor the index raised."""
         tick, is_saved = self._history.tick, False
         try:
             values, ledgers = self._history.dump(), self._ledgers.dump()
-            heat = self._catalog.heat()
-            warmer = dict(heat.items() - self._heat.items())
+            leases = self._catalog.tick  # first: what is leased meanwhile is saved twice
+            warmer = self._catalog.heat(self._heat_tick)
             if values or ledgers or warmer:
                 self._index.save_history(values, tick, ledgers, warmer)
-                self._heat = heat
+                self._heat_tick = leases
             is_saved = True
+            if self._history.unsaved:
+                self.save_history()
         except StoreFailed as err:
             self._duties.trouble(str(err))
         except Exception as err:
@@ -261,3 +265,4 @@ class Committer:
             if not is_saved:
                 self._history.not_saved()
                 self._ledgers.not_saved()
+        return is_saved

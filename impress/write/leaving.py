@@ -30,6 +30,10 @@ log = logging.getLogger("impress")
 #: Longest wait for the committer: a disk that takes longer is stuck.
 COMMIT_TIMEOUT_S = 150.0
 
+#: Bytes that leave in one turn of the committer at least, where home is too full: a thirty-second
+#: of what is to leave, if that is more.
+AT_ONCE = 1 << 30
+
 #: Smallest part where home is full: the hole that a window of a small model leaves.
 SMALL_PART = 64 << 10
 
@@ -61,6 +65,7 @@ class Leaving:
         self.refuse: Callable[[Wanted], list[SpanRecord]] = lambda wanted: []
         self.purging: list[Wanted] = []
         """What purges are taking out of the tree: a store of it that begins now is refused."""
+        self._thinning = False  # from the high watermark down to the low one
         self.n_purges = 0
         """How many purges have erased what was free."""
 
@@ -105,12 +110,16 @@ class Leaving:
         return score_of(self._config.eviction, self._history.known_shares() if by_worth else {})
 
     def overfull(self, new: Iterable[int]) -> list[int]:
-        """What leaves because home is filled above its high watermark, except what is new."""
-        surplus = self.surplus()
-        return self._take_out(surplus, new)[0] if surplus else []
+        """What leaves because home is filled above its high watermark, except what is new. Of much
+        a part, and more with each commit until the low one is reached: no store is READY before."""
+        surplus = self.surplus(goes_on=self._thinning)
+        some = min(surplus, max(AT_ONCE, surplus // 32))
+        self._thinning = surplus > some
+        return self._take_out(some, new)[0] if some else []
 
-    def surplus(self) -> int:
-        """Bytes down to the low watermark, where home is filled above the high one; else 0."""
+    def surplus(self, *, goes_on: bool = False) -> int:
+        """Bytes down to the low watermark, where home is filled above the high one (above the low
+        one, where this `goes_on`); else 0."""
         capacity = self._ssd.capacity_bytes
         if capacity is None:
             return 0
@@ -123,7 +132,8 @@ class Leaving:
             gone = self._reclaimer.settled(self._gone_bytes)
         used = self._ssd.usage().used - gone
         used -= max(copies, self.copies_bytes())  # one that has just begun is in what is used
-        if used <= self._config.disk_high * capacity:
+        mark = self._config.disk_low if goes_on else self._config.disk_high
+        if used <= mark * capacity:
             return 0
         return used - int(self._config.disk_low * capacity)
 
