@@ -902,6 +902,36 @@ def test_behind_a_commit_that_hangs_one_request_waits_and_no_other(
     assert said.endswith("until an earlier store has ended")
 
 
+def test_a_beginning_that_is_stored_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All prompts of a server may begin with one system prompt: while one of them was computed in
+    chunks, the others waited ten seconds each, and kept their blocks."""
+    monkeypatch.setattr(saving, "_EARLIER_WAIT_S", 600.0)
+    shared, rest = np.arange(64), np.arange(192)
+    prompts = [
+        Prompt(np.concatenate([shared, 200 * (at + 1) + rest]).astype(np.int32), {}, "")
+        for at in range(3)
+    ]
+    with PrefixStore.open(
+        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, Config(**SMALL), "rw"
+    ) as store:
+        layout: Any = _Zeros()
+        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+        _offered(saver, prompts, 0)
+        saver.flush()
+        assert store.lookup(prompts[1].tokens) == 64
+        for end in (128, 256):  # in two chunks
+            saver.offer(SaveSpec("1", "1#0", prompts[1], end, [1] * 8))
+            with saver._lock:
+                assert saver._changed.wait_for(lambda: not saver.busy("1"), 60)
+            if end == 128:
+                _offered(saver, prompts, 2)
+        saver.flush()
+        assert [store.lookup(prompt.tokens) for prompt in prompts] == [256, 256, 256]
+        saver.close()
+
+
 @pytest.mark.parametrize("full", [False, True], ids=["a new segment", "an eviction"])
 def test_behind_space_that_is_never_made_nobody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool

@@ -13,7 +13,7 @@ class Life:
     def __init__(self, request_id: str, root: bytes) -> None:
         self.request_id = request_id
         self.whole = re.sub(r"^\d+_", "", request_id)  # its answers come as 0_ID, 1_ID, …
-        self.root = root  # what its prompt begins with
+        self.root = root  # of what its prompt begins with (Saver._root)
         self.writer: Writer | None = None
         self.n_asked = 0  # tokens of the prompt last begun
         self.n_wanted = 0  # those of them that are admitted: the writer's prompt

@@ -4,8 +4,8 @@
 
 A full block does not change while its request holds it, so nothing is copied in a step. A
 finished request keeps its blocks until `WorkerSide.saved` names it; a preempted one is dropped
-before its blocks are written again. Prompts that begin alike are stored one after the other, so
-that what they share is written once.
+before its blocks are written again. Prompts that share more than what is stored are stored one
+after the other, so that it is written once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 
@@ -217,8 +218,14 @@ class Saver:
     # ---- the thread ------------------------------------------------------------------------
 
     def _root(self, spec: SaveSpec) -> bytes:
-        first = spec.prompt.tokens[: self._store.window].tobytes()
-        return first + spec.prompt.extra.get(0, b"") + spec.prompt.tenant.encode()
+        """What no two may be storing at a time: a prompt up to the end of its first window that is
+        not stored. Of what lies before it, as a system prompt that all begin with, nothing is
+        written twice, and nobody need wait for another."""
+        prompt = spec.prompt
+        n_stored = self._store.lookup(prompt.tokens, prompt.extra, prompt.tenant)
+        first = prompt.cut(n_stored + self._store.window)
+        extra = b"".join(b"%d:%b" % one for one in sorted(first.extra.items()))
+        return blake2b(first.tokens.tobytes() + extra + prompt.tenant.encode()).digest()
 
     def _run(self) -> None:
         while True:
