@@ -97,6 +97,17 @@ def test_an_adapter_saved_again_in_a_requests_own_step_ends_nothing(tmp_path: Pa
     assert plan.saves == []
 
 
+def test_a_request_for_log_probabilities_of_its_prompt_reads_nothing() -> None:
+    """vLLM 0.32 gives such a hit up by itself; another might leave out the logits of its rows."""
+    side = _side()
+    request = _arrives(side, 320)
+    request.skip_reading_prefix_cache = True
+    assert side.matched(request, 0) == 0
+    assert _step(side, request, 0).loads == []
+    request.skip_reading_prefix_cache = False
+    assert side.matched(request, 0) == 256
+
+
 def test_blocks_of_a_prompt_that_was_lost_as_it_was_handed_over_are_held_to_its_end() -> None:
     """The step that computed them was cut short, and the next took its rows back: then nothing of
     the request counted as handed over, an abort freed its blocks, and another request's rows in

@@ -133,11 +133,11 @@ class SchedulerSide:
     def matched(self, request: Any, n_computed: int) -> int:
         """Tokens that can be loaded beyond those in vLLM's own cache. Pure except for a memo."""
         tracked = self._tracked[request.request_id]
-        if getattr(request, "skip_reading_prefix_cache", False):  # it wants every position's logits
-            return 0
         if n_computed and request.prompt_embeds is not None and not tracked.refused:
             tracked.refused = "vLLM's own cache goes by its embeddings' bytes alone"  # keys._meant
         hit = self._stored(tracked)
+        if getattr(request, "skip_reading_prefix_cache", False):  # it wants every position's logits
+            hit = 0
         tracked.hit = (n_computed, hit)
         return max(hit - n_computed, 0)
 
