@@ -40,7 +40,7 @@ from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
 from impress.usage.history import Note
 from impress.usage.remembered import HALF_LIFE
-from impress.write import readers
+from impress.write import follow, readers
 from impress.write.directory import make_identity
 from impress.write.index import Index
 from impress.write.readers import Presence, present
@@ -755,6 +755,8 @@ def test_a_reader_lets_go_of_segments_that_were_deleted_though_nothing_else_happ
     file system kept their blocks for as long as the reader lived."""
     a, b = pair
     monkeypatch.setattr(b._home.others, "_grace_s", 0)
+    monkeypatch.setattr(follow, "DROP_EVERY_S", 0.0)
+    b._home.others._drop_due_s = 0.0
     deleted_under(b, a)
     assert not list((a.path / "shards/main/segments").iterdir())
     look(b)
