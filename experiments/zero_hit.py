@@ -5,10 +5,9 @@ prompts each in turn: nothing hits (storing on and off), and 37 % and 49 % of a 
 as in vLLM V1's table. Where nothing hits, also an engine whose policy chooses rows: it then reads
 nothing, but watches the attention of the prompt's last rows inside the forward, and stores
 importance and probes. Of the time before the forward, "share" is checks, lookup and choosing a
-mode, of which `share_beside_reads` is comparing the weights while a hit is read; `before_share` is
-all that the store adds to the model's own, on a hit with planning and sending of reads. Neither
-includes what is watched or waited for inside the forward; the whole time to the first token
-(`ttft_ratio`) and the throughput do. All is real.
+mode; `before_share` is all that the store adds to the model's own, on a hit with planning and
+sending of reads. Neither includes what is watched or waited for inside the forward; the whole time
+to the first token (`ttft_ratio`) and the throughput do. All is real.
 """
 
 from __future__ import annotations
@@ -100,13 +99,11 @@ def _prompt(shared: list[int], i: int) -> torch.Tensor:
 
 class Timed(NamedTuple):
     """Seconds of one prompt, from its call: to the first token's logits; of these, what the store
-    takes to check, look up and choose a mode; and to the forward; and of what the store takes, what
-    it takes while the disk reads."""
+    takes to check, look up and choose a mode; and to the forward."""
 
     ttft_s: float
     store_s: float
     to_forward_s: float
-    beside_s: float = 0.0
 
 
 def _compared(engine: hf.Engine, model: Any, prompts: list[torch.Tensor]) -> Row:
@@ -137,7 +134,7 @@ def _compared(engine: hf.Engine, model: Any, prompts: list[torch.Tensor]) -> Row
     # During a block's first prompt nothing is still being stored: it is left out.
     told = [at for at in range(BLOCK, len(firsts)) if at % BLOCK]
     mine, plain = np.array(firsts)[told], np.array(plain_firsts)[told]  # of the same prompts
-    first, before, to_forward, _ = np.median(mine, axis=0)
+    first, before, to_forward = np.median(mine, axis=0)
     more = mine[:, 2] - plain[:, 2]
     request = engine.last_request
     assert request is not None
@@ -145,7 +142,6 @@ def _compared(engine: hf.Engine, model: Any, prompts: list[torch.Tensor]) -> Row
         "n": len(told), "hit_tokens": request.hit_tokens, "ttft_ms": first * 1e3,
         "plain_ttft_ms": float(np.median(plain[:, 0])) * 1e3,
         "before_first_token_ms": before * 1e3, "share": float(np.median(mine[:, 1] / mine[:, 0])),
-        "share_beside_reads": float(np.median(mine[:, 3] / mine[:, 0])),
         "to_forward_ms": to_forward * 1e3, "more_to_forward_ms": float(np.median(more)) * 1e3,
         **_median("before_share", list(more / mine[:, 0]), BLOCK - 1),
         **_median("ttft_ratio", list(mine[:, 0] / plain[:, 0]), BLOCK - 1),
@@ -168,10 +164,8 @@ def _stored(engine: hf.Engine, prompt: torch.Tensor) -> Timed:
     request = engine.last_request
     assert request is not None
     ttft_s = request.ttft_ms / 1e3
-    to_forward_s = forwards[0] - begin
-    mine = sum(call.took_s for call in calls if call.at_s < begin + ttft_s)
-    beside = sum(call.took_s for call in calls if call.beside and call.at_s < forwards[0])
-    return Timed(ttft_s, mine, to_forward_s, beside)
+    mine = sum(took for at, took in calls if at < begin + ttft_s)
+    return Timed(ttft_s, mine, forwards[0] - begin)
 
 
 def _plain(model: Any, prompt: torch.Tensor) -> Timed:
@@ -210,26 +204,18 @@ def _forwards() -> Iterator[list[float]]:
         setattr(torch.nn.Embedding, "forward", real)  # noqa: B010
 
 
-class Call(NamedTuple):
-    """When it began, and the seconds it took; whether it is made while a hit is being read."""
-
-    at_s: float
-    took_s: float
-    beside: bool
-
-
 @contextmanager
-def _timed() -> Iterator[list[Call]]:
+def _timed() -> Iterator[list[tuple[float, float]]]:
     """When the engine checks, looks up and chooses a mode, and the seconds it takes for each."""
-    calls: list[Call] = []
+    calls: list[tuple[float, float]] = []
 
-    def timed(call: Callable[..., Any], *, beside: bool) -> Callable[..., Any]:
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
         def timing(*args: Any, **options: Any) -> Any:
             begin = time.perf_counter()
             try:
                 return call(*args, **options)
             finally:
-                calls.append(Call(begin, time.perf_counter() - begin, beside))
+                calls.append((begin, time.perf_counter() - begin))
 
         return timing
 
@@ -239,7 +225,7 @@ def _timed() -> Iterator[list[Call]]:
     )  # fmt: skip
     before = [getattr(where, name) for where, name in parts]
     for (where, name), call in zip(parts, before, strict=True):
-        setattr(where, name, timed(call, beside=where is hf_weights.Weights))
+        setattr(where, name, timed(call))
     try:
         yield calls
     finally:

@@ -170,7 +170,7 @@ class Engine:
         own policy has to earn that first: until then hits are exact (impress.quality.guard). A
         prefix that cannot be read is computed instead, before any token is out. Raises BadInput or
         Unsupported, naming the argument, before anything is read; StoreMismatch where weights or
-        hooks are not those of `attach`, before a prefix is used and, after the answer, before any
+        hooks are not those of `attach`, before a prefix is read and, after the answer, before any
         of it is stored; StoreFailed where the system gives no memory for the request's rows;
         ImpressError once the engine is closed.
         """
@@ -283,6 +283,7 @@ class Engine:
         with ExitStack() as pins:
             if prefix is not None:
                 pins.callback(prefix.close)
+                self._weights.check()  # what is stored is this model's
                 prefix.open(policy)
             if prefix is not None and chooses(policy):
                 raw = watch.raw if watch is not None else None
@@ -312,7 +313,6 @@ class Engine:
         try:
             if prefix is not None:
                 cache.load(prefix)
-                self._weights.check()  # what is stored is this model's: while the disk reads it
                 end_early(prefix, cache)
             if watched or (self._store_new and chooses(self._policy)):
                 n_rows = SHADOW_ROWS if watched else OBSERVED_ROWS
@@ -346,7 +346,6 @@ class Engine:
         cache = ChosenCache(self.store.geometry, prefix, n_new, self.store.buffers, rental)
         try:
             prefix.read_ahead()
-            self._weights.check()
             with attending(self.model, cache), hearing(self.model, cache, raw):
                 result = self._decode(prompt, cache, once, first)
         finally:
