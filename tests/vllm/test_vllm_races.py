@@ -811,6 +811,23 @@ def _offered(saver: saving.Saver, prompts: list[Prompt], *names: int) -> None:
             assert saver._changed.wait_for(lambda i=i: not saver.busy(f"{i}"), 60)
 
 
+def _beginning_alike(n: int) -> list[Prompt]:
+    """Prompts of four windows, of which they share the first."""
+    shared, rest = np.arange(64), np.arange(192)
+    tokens = [np.concatenate([shared, 200 * (at + 1) + rest]).astype(np.int32) for at in range(n)]
+    return [Prompt(each, {}, "") for each in tokens]
+
+
+@contextmanager
+def _saver(tmp_path: Path) -> Iterator[tuple[PrefixStore, saving.Saver]]:
+    """A small store, and what saves blocks of zeros to it."""
+    with PrefixStore.open(
+        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, Config(**SMALL), "rw"
+    ) as store:
+        layout: Any = _Zeros()
+        yield store, saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+
+
 def test_behind_a_write_that_hangs_one_request_waits_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -876,17 +893,8 @@ def test_behind_a_commit_that_hangs_one_request_waits_and_no_other(
     monkeypatch.setattr(SsdTier, "sync", stuck)
     monkeypatch.setattr(Stored, "wait", counted)
     monkeypatch.setattr(saving, "_EARLIER_WAIT_S", 0.01)
-    shared, rest = np.arange(64), np.arange(192)
-    prompts = [
-        Prompt(np.concatenate([shared, 200 * (at + 1) + rest]).astype(np.int32), {}, "")
-        for at in range(6)
-    ]
-    with PrefixStore.open(
-        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, Config(**SMALL), "rw"
-    ) as store:
-        layout: Any = _Zeros()
-        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
-
+    prompts = _beginning_alike(6)
+    with _saver(tmp_path) as (store, saver):
         offer = partial(_offered, saver, prompts)
         try:
             offer(0, 1, 2, 3, 4)
@@ -908,16 +916,8 @@ def test_a_beginning_that_is_stored_holds_up_nobody(
     """All prompts of a server may begin with one system prompt: while one of them was computed in
     chunks, the others waited ten seconds each, and kept their blocks."""
     monkeypatch.setattr(saving, "_EARLIER_WAIT_S", 600.0)
-    shared, rest = np.arange(64), np.arange(192)
-    prompts = [
-        Prompt(np.concatenate([shared, 200 * (at + 1) + rest]).astype(np.int32), {}, "")
-        for at in range(3)
-    ]
-    with PrefixStore.open(
-        tmp_path / "s", Geometry(2, 2, 2, 32, "float32"), b"x" * 32, Config(**SMALL), "rw"
-    ) as store:
-        layout: Any = _Zeros()
-        saver = saving.Saver(store, [torch.empty(0)] * 2, [layout] * 2)
+    prompts = _beginning_alike(3)
+    with _saver(tmp_path) as (store, saver):
         _offered(saver, prompts, 0)
         saver.flush()
         assert store.lookup(prompts[1].tokens) == 64
