@@ -47,17 +47,9 @@ class Cells:
         self._done: dict[str, list[dict[str, Any]]] = {}
         if self._path is None:
             return
-        for path in (self._path, rounds_file(report)) if not resume else ():
-            assert path is not None
-            if path.exists() and path.stat().st_size:
-                aside = _aside(path)
-                with named(path):
-                    path.replace(aside)
-                what = "cells" if path == self._path else "rounds"
-                print(
-                    f"without --resume all is measured anew; {what} of before: {aside} (renamed to "
-                    f"{path.name}, --resume takes them up)", file=sys.stderr,
-                )  # fmt: skip
+        if not resume:
+            _put_aside(self._path, "cells")
+            _put_aside(rounds_file(report), "rounds")
         kept = _lines(self._path) if resume and self._path.exists() else []
         for cell in kept:
             if cell.get("host", machine()) != machine():
@@ -112,6 +104,17 @@ class Cells:
         """The days that these cells were measured on, in order."""
         times = (cell for params in cells for cell in self._done[_key(params)])
         return sorted({cell["date"][:10] for cell in times if "date" in cell})
+
+
+def _put_aside(path: Path | None, what: str) -> None:
+    if path is not None and path.exists() and path.stat().st_size:
+        aside = _aside(path)
+        with named(path):
+            path.replace(aside)
+        print(
+            f"without --resume all is measured anew; {what} of before: {aside} (renamed to "
+            f"{path.name}, --resume takes them up)", file=sys.stderr,
+        )  # fmt: skip
 
 
 def _aside(path: Path) -> Path:

@@ -34,9 +34,8 @@ class Rounds:
         """`report`, `resume`: as for Cells. `params`: in JSON's types, as is what this run `knows`
         of its machine."""
         self.kept: list[Round] = []
-        self._runs: list[int] = []  # for each round
         self._run, self._knows = 1, dict(knows or {})
-        self._known: list[dict[str, Any]] = []  # for each round
+        self._of: list[tuple[int, dict[str, Any]]] = []  # for each round: its run, what that knew
         self._path = rounds_file(report)
         if self._path is None:
             return
@@ -46,25 +45,23 @@ class Rounds:
             _say_dropped(lines, head)
             lines = [head]
         self.kept = [line["round"] for line in lines[1:]]
-        self._runs = [line["run"] for line in lines[1:]]
-        self._known = [line["knows"] for line in lines[1:]]
-        self._run = max(self._runs, default=0) + 1
+        self._of = [(line["run"], line["knows"]) for line in lines[1:]]
+        self._run = max((run for run, _ in self._of), default=0) + 1
         with named(self._path):
             write_text(self._path, "".join(json.dumps(line) + "\n" for line in lines))
 
     @property
     def n_runs(self) -> int:
         """How many runs measured some of them."""
-        return len(set(self._runs))
+        return len({run for run, _ in self._of})
 
     def known(self, name: str) -> list[Any]:
         """What the run that measured it knew by that name, for each round; None: it did not."""
-        return [knew.get(name) for knew in self._known]
+        return [knew.get(name) for _, knew in self._of]
 
     def add(self, one: Round) -> None:
         """Add a finished round: it is kept on return, where there is a file."""
-        self._runs.append(self._run)
-        self._known.append(self._knows)
+        self._of.append((self._run, self._knows))
         if self._path is not None:
             line = {"run": self._run, "knows": self._knows, "round": one}
             with named(self._path), self._path.open("a") as file:

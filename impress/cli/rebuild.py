@@ -52,17 +52,20 @@ def rebuild(
     try:
         _with_progress(where, dry_run, found)
     except (StoreLocked, StoreFailed):
-        if not (as_json and (found.busy_shards or found.failed_shards)):
-            raise
-        print_json({"store": str(where), "dry_run": dry_run, **asdict(found)})
+        if as_json and (found.busy_shards or found.failed_shards):
+            _say(where, found, dry_run, as_json)
         raise
+    _say(where, found, dry_run, as_json)
+    left = found.busy_shards or found.failed_shards
+    if found.torn or found.damaged or found.unreadable or left:
+        raise typer.Exit(1)
+
+
+def _say(where: Path, found: Rebuilt, dry_run: bool, as_json: bool) -> None:
     if as_json:
         print_json({"store": str(where), "dry_run": dry_run, **asdict(found)})
     else:
         _print(where, found, dry_run)
-    left = found.busy_shards or found.failed_shards
-    if found.torn or found.damaged or found.unreadable or left:
-        raise typer.Exit(1)
 
 
 def _with_progress(where: Path, dry_run: bool, found: Rebuilt) -> None:

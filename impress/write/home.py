@@ -249,16 +249,11 @@ class Home:
     def _orphaned(self, spans: Iterable[int]) -> None:
         self.leaving.orphaned(spans)
 
-    @property
-    def forked(self) -> bool:
-        """Whether this is a child of the process that opened it."""
-        return os.getpid() != self._pid
-
     def release(self, held: list[Held], keep: int = 0) -> None:
         """A lease or a writer lets go, as `Catalog.release`. The committer reclaims what is then
         nobody's: a request does not wait while a span is erased. In a forked child nothing is
         touched: its parent's locks may have come along taken, and then nobody opens them."""
-        if self.forked or not self.catalog.release(held, keep):
+        if os.getpid() != self._pid or not self.catalog.release(held, keep):
             return
         try:
             self._let_go(self.catalog.unheld)
