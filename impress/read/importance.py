@@ -11,7 +11,6 @@ import numpy as np
 from impress.errors import ImpressError
 from impress.read.parts import Source
 from impress.read.reading import Reading
-from impress.read.tickets import within_memory
 from impress.spans.format import SpanHeader
 from impress.spans.tables import read_header
 from impress.tree.catalog import Held
@@ -61,14 +60,10 @@ class Importance:
         return given[:, held.first * window : (held.first + held.count) * window]
 
     def _header(self, held: Held) -> SpanHeader:
-        found: list[SpanHeader] = []
-        limit_s = self._r.config.read_timeout_s
-        read = partial(within_memory, lambda: found.append(read_header(self._r.ssd, held.record)))
+        read = partial(read_header, self._r.ssd, held.record)
         try:
-            if self._r.pool.submit(self._lane, [read]).wait(limit_s):
-                return found[0]
+            return self._r.fetched(self._lane, read, "a header")
         except ReadFailed as err:
-            if not err.harmless:
+            if not err.harmless:  # too late, or without memory, it says nothing of the span
                 self._r.quarantine(held.record.span_id)
             raise
-        raise ReadFailed("late", f"a header took more than {limit_s:g} s")

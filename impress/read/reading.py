@@ -6,21 +6,25 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 from impress.cache.chunks import ChunkCache
 from impress.cache.copies import Copies
 from impress.config import Config
 from impress.errors import PrefixLost
 from impress.read.flights import Flights
+from impress.read.tickets import within_memory
 from impress.spans.params import Params
 from impress.stats import Counters
 from impress.types import Geometry
 from impress.usage.history import History
-from tiers.errors import MediumError
+from tiers.errors import MediumError, ReadFailed
 from tiers.iopool import IoPool, Lane
 from tiers.slots import Allowance, Buffer, BufferPool
 from tiers.ssd import SsdTier
+
+T = TypeVar("T")
 
 #: What follows requests is skipped while more of it is queued than this: the cache may forget.
 MOST_PROMOTIONS: Final = 1024
@@ -90,6 +94,16 @@ class Reading:
             cache.drop_span(span)
         if medium == "ssd":
             self.quarantine(span)
+
+    def fetched(self, lane: Lane, call: Callable[[], T], what: str) -> T:
+        """What a call that reads returns, made by a thread and waited for in time. Raises
+        ReadFailed ("late", "shortage"), and what it raises."""
+        found: list[T] = []
+        limit_s = self.config.read_timeout_s
+        read = partial(within_memory, lambda: found.append(call()))
+        if not self.pool.submit(lane, [read]).wait(limit_s):
+            raise ReadFailed("late", f"{what} took more than {limit_s:g} s")
+        return found[0]
 
     def rent(self, n_bytes: int) -> Buffer:
         """A buffer to read into, page-aligned; released by whoever used it last.

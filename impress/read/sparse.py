@@ -27,7 +27,6 @@ from impress.read.parts import Source, in_position_order, rows_of
 from impress.read.promote import Looked
 from impress.read.reading import Reading
 from impress.read.session import Lease, Session
-from impress.read.tickets import within_memory
 from impress.selection.choices import Selection, checked, whole
 from impress.selection.identify import (
     Asked,
@@ -42,7 +41,7 @@ from impress.spans.layout import K, V
 from impress.spans.params import NONE, Layers
 from impress.spans.rows import host_words
 from tiers.base import Bytes
-from tiers.errors import MediumError, ReadFailed
+from tiers.errors import MediumError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -110,14 +109,10 @@ class SparseSession(Session):
     def _layers_of(self, digest: bytes) -> Layers | None:
         """Parameters of that name; None where they cannot be had. Raises MediumError where reading
         them takes too long or too much memory: they may be a hundred megabytes."""
-        if (known := self._r.params.known(digest)) is not None:
+        params = self._r.params
+        if (known := params.known(digest)) is not None:
             return known
-        found: list[Layers | None] = []
-        read = partial(within_memory, lambda: found.append(self._r.params.layers(digest)))
-        limit_s = self._r.config.read_timeout_s
-        if not self._r.pool.submit(self._lane, [read]).wait(limit_s):
-            raise ReadFailed("late", f"a probe's parameters took more than {limit_s:g} s")
-        return found[0]
+        return self._r.fetched(self._lane, partial(params.layers, digest), "a probe's parameters")
 
     @property
     def _from_keys(self) -> bool:
