@@ -288,6 +288,28 @@ def test_a_queue_is_sent_more_before_it_gives_back_what_came(pages: int, tmp_pat
     assert size < queue.most_runs <= DEPTH and queue.most_bytes <= MOST_UNDER_WAY
 
 
+@pytest.mark.parametrize(
+    ("mib", "most"),
+    [(0.5, 1), (3.5, 1.75), (40, 3)],
+    ids=["little", "a layer of small rows", "much"],
+)
+def test_half_of_few_reads_is_under_way_while_the_other_is_verified(
+    mib: float, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three MiB of 3.3 went at once. A medium that hands back together all that it was sent left
+    almost all of it to be verified with next to nothing under way."""
+    queue, rest = _Kernel(takes=DEPTH), aligned(int(mib * MIB))
+    monkeypatch.setattr("tiers.ssd.new_queue", lambda _name: queue)
+    tier = SsdTier(tmp_path / "segments", 64 * MIB, None, engine="aio")
+    monkeypatch.setattr(SsdTier, "direct", True)  # as on most file systems
+    slot = tier.reserve(len(rest))
+    tier.read([Read(slot, at, rest[at : at + 4 * PAGE], None, PAGE)
+               for at in range(0, len(rest), 4 * PAGE)])  # fmt: skip
+    assert queue.n_sent == len(rest) // MIB + len(rest) % MIB // (MIB // 2)  # runs of 1 MiB, or .5
+    assert most * MIB - MIB < queue.most_bytes <= most * MIB
+    tier.close()
+
+
 def test_what_the_kernel_does_not_take_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
     queue, out = _Kernel(takes=3), aligned(PAGE)
     runs = [Run(0, 0, [out], PAGE, []) for _ in range(10)]

@@ -22,7 +22,7 @@ from tiers.engines import engine_named, new_queue
 from tiers.errors import MediumError
 from tiers.files import emptied, make_folder
 from tiers.onebyone import OneByOne
-from tiers.queues import BATCH, ReadQueue, close_all
+from tiers.queues import BATCH, ReadQueue, at_once, close_all
 from tiers.segments import SegmentFiles
 from tiers.slots import aligned, copied
 from tiers.space import LEAST_PART, Space
@@ -184,7 +184,7 @@ class SsdTier:
                 self._read_run(run)
                 yield run
             return
-        with closing(queue.read(todo, self._files.file)) as ended:
+        with closing(queue.read(todo, self._files.file, at_once(reads))) as ended:
             for run, is_there in ended:
                 if not is_there:
                     self._read_run(run)

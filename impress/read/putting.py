@@ -18,12 +18,15 @@ class Putting:
         self, places: Direct | Whole, reads: Sequence[Read], dests: Sequence[Bytes]
     ) -> None:
         """`reads`: plane by plane, each plane's one after the other in its dest."""
-        self._places = places
-        self._dests = dests
-        self._left: list[tuple[int, int, int]] = []  # (plane, its first byte left, its end)
+        self._places, self._reads, self._dests = places, reads, dests
+        # (plane, its first byte left, its end); found once something is there: reads are on their
+        # way to the medium sooner.
+        self._left: list[tuple[int, int, int]] | None = None
         self._n_put = 0
-        begin = 0
-        for i, dest in enumerate(dests):
+
+    def _by_plane(self) -> list[tuple[int, int, int]]:
+        reads, begin, found = self._reads, 0, []
+        for i, dest in enumerate(self._dests):
             at, n_bytes = address_of(dest), len(dest)
 
             def beyond(j: int, at: int = at, n_bytes: int = n_bytes) -> bool:
@@ -32,18 +35,21 @@ class Putting:
             end = bisect_left(range(len(reads)), True, begin, key=beyond)
             if end > begin:
                 first, last = reads[begin].dest, reads[end - 1].dest
-                self._left.append((i, address_of(first) - at, address_of(last) - at + len(last)))
+                found.append((i, address_of(first) - at, address_of(last) - at + len(last)))
             begin = end
+        return found
 
     def __call__(self, n_bytes: int) -> None:
         """The first n_bytes of the reads, in their order, are there."""
+        if (left := self._left) is None:
+            left = self._left = self._by_plane()
         room = n_bytes - self._n_put
         self._n_put = n_bytes
         while room:
-            i, first, end = self._left[0]
+            i, first, end = left[0]
             until = min(end, first + room)
             self._places.put(i, self._dests[i], first, until)
             room -= until - first
-            self._left[0] = i, until, end
+            left[0] = i, until, end
             if until == end:
-                del self._left[0]
+                del left[0]
