@@ -58,6 +58,8 @@ TURN: Final = 25
 #: Seconds of the requests in two turns: with the repacker held, and with it running.
 Pair = tuple[list[float], list[float]]
 _WAYS: Final = ("held", "during")
+#: Requests of each way that a percentile is told from: as elsewhere, p99 wants a thousand.
+_LEAST: Final = {50: 1, 90: 1, 99: 1000}
 N_PREFIXES: Final = {False: 8, True: 4}
 #: Requests on a prefix before, during and after the pass, each asked again and again. The store
 #: learns from those during it, too; no order is made from those after it.
@@ -183,10 +185,13 @@ def _phases(
     for name, seconds in times.items():
         row[f"n_{name}"] = len(seconds)
         for q in (50, 90, 99):
-            took_ms = float(np.percentile(seconds, q)) / stretch * 1e3 if seconds else None
-            row[f"p{q}_ms_{name}"] = took_ms
+            few = len(seconds) < _LEAST[q]
+            row[f"p{q}_ms_{name}"] = (
+                None if few else float(np.percentile(seconds, q)) / stretch * 1e3
+            )
     for q in (50, 99):
-        row[f"p{q}_slowdown"], row[f"p{q}_low"], row[f"p{q}_high"] = _slowdown(pairs, q)
+        if min(len(times[way]) for way in _WAYS) >= _LEAST[q]:
+            row[f"p{q}_slowdown"], row[f"p{q}_low"], row[f"p{q}_high"] = _slowdown(pairs, q)
     return row
 
 
@@ -247,7 +252,8 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
         )
         for q in (50, 99):
             for end, figure in (("slowdown", ""), ("low", "_low"), ("high", "_high")):
-                said[f"repack_p{q}_slowdown{figure}"] = row[f"p{q}_{end}"]
+                if f"p{q}_{end}" in row:
+                    said[f"repack_p{q}_slowdown{figure}"] = row[f"p{q}_{end}"]
         for name in ("map_share", "map_cpu_share"):  # `ttft` says it of a request's whole caches
             said[f"repack_{name}_of_ttft"] = row[f"{name}_of_ttft"]
         said["moved_share"] = row["moved_bytes"] / row["data_bytes"]
