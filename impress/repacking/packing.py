@@ -67,10 +67,10 @@ class Repacking:
         return self.gain >= LEAST_GAIN
 
 
-def tiled(views: Groups, n_windows: int) -> list[tuple[int, int]]:
-    """Runs of windows that nodes view, and those between them that nobody does: the whole span."""
+def tiled(views: Groups, n_rows: int) -> list[tuple[int, int]]:
+    """Runs of rows that nodes view, and those between them that nobody does: the whole span."""
     groups, end = [], 0
-    for first, count in [*sorted(views), (n_windows, 0)]:
+    for first, count in [*sorted(views), (n_rows, 0)]:
         if first > end:
             groups.append((end, first - end))
         if count:
@@ -122,13 +122,33 @@ def trials_of(halves: Floats) -> tuple[Trial, Trial]:
     return Trial(halves[0], halves[1]), Trial(halves[1], halves[0])
 
 
+def known_of(
+    average: Floats | None, halves: Floats | None, stored: Floats | None, order: RowOrder | None
+) -> tuple[Floats, Sequence[Trial]] | None:
+    """What a span's rows are worth, and the trials of an order made from that: by what requests
+    chose (their average, and in halves), else by the importance it was stored with; None where
+    nothing is known."""
+    if average is not None and halves is not None:
+        return average, trials_of(halves)
+    if average is None and stored is not None:
+        worth = np.nan_to_num(stored, nan=0.0)
+        return worth, [Trial(worth, likely_chosen(worth))]
+    if order is not None:  # rows stay in it, except those of nodes split since
+        return np.zeros(order.ordinals.shape, dtype=np.float32), ()
+    return None
+
+
 def plan_repack(
-    worth: Floats, trials: Sequence[Trial], order: RowOrder | None, groups: Groups,
+    worth: Floats, trials: Sequence[Trial], order: RowOrder | None, views: Groups,
     planes: Sequence[PlaneLayout], window: int, gap_bytes: int,
 ) -> Repacking:  # fmt: skip
-    """Order rows by `worth` [n_layers, n_rows] (by position) inside each group (of rows); what that
-    saves is the mean over the trials."""
+    """Order rows by `worth` [n_layers, n_rows] (by position) inside each run that a node views, and
+    those that none does. What that saves is the mean over the trials, of rows that some node views:
+    nobody reads the others."""
     worth = np.nan_to_num(worth.astype(np.float32), nan=0.0)
+    groups, alive = tiled(views, worth.shape[1]), np.zeros(worth.shape[1], dtype=np.float32)
+    for first, count in views:
+        alive[first : first + count] = 1
     slots = np.empty(worth.shape, dtype=np.int64)
     before, after, n_chunks, least = Cost(), Cost(), 0, 0
     for layer in range(len(worth)):
@@ -136,13 +156,13 @@ def plan_repack(
         now = np.empty(len(old), dtype=np.int64)
         now[old] = np.arange(len(old))
         slots[layer] = by_worth(worth[layer], groups, now)
-        read = chunks_of(now, groups, window)
+        read = chunks_of(now, sorted(views), window)
         n_chunks, least = n_chunks + read[0], least + read[1]
         for trial in trials:
-            tried = by_worth(trial.made_by[layer], groups, now)
+            tried, chosen = by_worth(trial.made_by[layer], groups, now), trial.chosen[layer] * alive
             for plane in planes:
-                before += expected(trial.chosen[layer][old], plane) * (1 / len(trials))
-                after += expected(trial.chosen[layer][tried], plane) * (1 / len(trials))
+                before += expected(chosen[old], plane) * (1 / len(trials))
+                after += expected(chosen[tried], plane) * (1 / len(trials))
     costs = [cost.n_bytes + cost.requests * gap_bytes for cost in (before, after)]
     gain = 1.0 - costs[1] / costs[0] if costs[0] else 0.0
     of_nodes = 1.0 - least / n_chunks

@@ -15,15 +15,15 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic
 
-import numpy as np
-
 from impress.config import Config
 from impress.errors import StoreFailed
 from impress.repacking.drafts import Drafts
-from impress.repacking.packing import Trial, likely_chosen, plan_repack, tiled, trials_of
+from impress.repacking.packing import known_of, plan_repack
 from impress.repacking.report import (
+    LATER,
     LINGERING,
     NO_ROOM,
+    READ_ONLY,
     REWRITTEN,
     SPENT,
     WOULD,
@@ -184,6 +184,8 @@ class Repacker:
                     outcome = self._deal_with(move, so_far)
                     report.spans.append(move.report(outcome))
                     so_far.count(move, outcome)
+                    if outcome in LATER and span in due:  # due again with its next lease
+                        self._looked[span] = due[span] - LEAST_LEASES + 1
             except ReadFailed as err:
                 if not err.harmless and not dry_run:
                     self._home.leaving.quarantine(span)
@@ -224,21 +226,14 @@ class Repacker:
     def _order(self, held: Held, header: SpanHeader, views: list[tuple[int, int]]) -> Move | None:
         """The order a span should have; None where nothing is known of its rows."""
         history, span = self._home.history, held.record.span_id
-        worth, halves = history.average(span, of_any_size=True), history.halves(span)
-        trials = list[Trial]()
-        if worth is not None and halves is not None:
-            trials += trials_of(halves)
-        elif worth is None and header.importance is not None:
-            worth = np.nan_to_num(header.importance, nan=0.0)
-            trials.append(Trial(worth, likely_chosen(worth)))
-        elif header.order is not None:  # rows stay in it, except those of nodes split since
-            worth = np.zeros(header.order.ordinals.shape, dtype=np.float32)
-        else:
+        average, halves = history.average(span, of_any_size=True), history.halves(span)
+        known = known_of(average, halves, header.importance, header.order)
+        if known is None:
             return None
         window, n_windows = held.record.window, held.record.n_windows
-        groups = [(a * window, n * window) for a, n in tiled(views, n_windows)]
+        rows = [(first * window, n * window) for first, n in views]
         gap, planes = self._config.read_gap_bytes, [header.layout.planes[plane] for plane in (K, V)]
-        plan = plan_repack(worth, trials, header.order, groups, planes, window, gap)
+        plan = plan_repack(*known, header.order, rows, planes, window, gap)
         return Move(held, SpanPart(header, 0, n_windows, plan.slots), plan)
 
     def _deal_with(self, move: Move, so_far: Pass) -> str:
@@ -251,7 +246,7 @@ class Repacker:
         if most is not None and so_far.n_bytes + move.n_bytes > most:
             return "over this pass's bytes"
         if health.failing if so_far.dry_run else health.refusal(0):  # it may write, to find out
-            return "read-only"
+            return READ_ONLY
         if so_far.dry_run:
             return self._would(move, so_far)
         if self._lingers(move.n_bytes):

@@ -18,6 +18,8 @@ NO_ROOM = "no room for a copy"
 SPENT = "daily_write_bytes are spent"
 #: Not in a dry run, which holds nothing.
 LINGERING = "repack_space_bytes are held: spans that moved are still read, or a commit is late"
+READ_ONLY = "read-only"
+LATER = (NO_ROOM, SPENT, LINGERING, READ_ONLY)
 #: Outcomes by which a copy took a span's place.
 REWRITTEN = "rewritten"
 DONE = (Swapped.YES.value, REWRITTEN)

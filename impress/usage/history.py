@@ -77,14 +77,10 @@ class History:
     """
 
     def __init__(
-        self,
-        n_layers: int,
-        window: int,
-        budget_bytes: int,
-        fetch: Callable[[int], bytes | None] = lambda span: None,
-        tick: int = 0,
+        self, n_layers: int, window: int, budget_bytes: int,
+        fetch: Callable[[int], bytes | None] = lambda span: None, tick: int = 0,
         ahead: Callable[[int], int] = lambda span: 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`fetch`: a span's saved value, or None; asked when the span is first wanted.
 
         `ahead`: how many requests ahead this is of the shard that saved it: each counts its own.
@@ -102,6 +98,7 @@ class History:
         self._dumped: set[int] = set()  # by it
         self._unsaved_bytes = 0  # of `_changed`
         self._saved_tick = tick
+        self.more = False  # whether the last dump left some
 
     # ---- learning --------------------------------------------------------------------------
 
@@ -267,8 +264,9 @@ class History:
 
     @property
     def due(self) -> bool:
-        """Whether enough requests, or bytes of the budget, were noted since the last `dump`."""
-        full = 2 * self._unsaved_bytes > self._budget_bytes
+        """Whether enough requests, or bytes of the budget, were noted since the last `dump`. (One
+        span alone pushes nothing out unsaved, however large.)"""
+        full = 2 * self._unsaved_bytes > self._budget_bytes and len(self._changed) > 1
         return full or self.tick - self._saved_tick >= SAVE_EVERY
 
     @property
@@ -278,7 +276,7 @@ class History:
 
     def dump(self, most_bytes: int = MOST_DUMPED) -> dict[int, bytes]:
         """Span -> value, of those that changed since the last dump; what goes beyond `most_bytes`
-        is for the next. Compresses outside the lock."""
+        is for the next (`more`). Compresses outside the lock."""
         with self._lock:
             copies, n_bytes = dict[int, Remembered](), 0
             for span in self._changed:
@@ -286,6 +284,7 @@ class History:
                     copies[span] = self._spans[span].copy()
                     n_bytes += copies[span].n_bytes
             self._changed, self._dumped = self._changed - copies.keys(), set(copies)
+            self.more = self.unsaved
             self._unsaved_bytes -= n_bytes
             self._saved_tick = self.tick
         return {span: encode(known) for span, known in copies.items()}

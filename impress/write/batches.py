@@ -177,7 +177,7 @@ class Batches:
         """Delete what is above home's high watermark, except for what has just been stored."""
         if self.undone:
             return  # nothing more leaves the tree in vain
-        surplus = self._duties.overfull([job.draft.record.span_id for job in batch.stores])
+        surplus = self._duties.overfull([job.draft.record for job in batch.stores])
         if surplus:
             self._delete(surplus)
 

@@ -255,7 +255,7 @@ class Committer:
                 self._index.save_history(values, tick, ledgers, warmer)
                 self._heat_tick = leases
             is_saved = True
-            if self._history.unsaved:
+            if self._history.more:  # not what was noted meanwhile: that would never end
                 self.save_history()
         except StoreFailed as err:
             self._duties.trouble(str(err))

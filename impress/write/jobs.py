@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -110,7 +110,7 @@ class Duties:
 
     reclaim: Callable[[Leave], None]
     scrap: Callable[[list[SpanRecord]], None]
-    overfull: Callable[[Iterable[int]], list[int]]
+    overfull: Callable[[Sequence[SpanRecord]], list[int]]
     trouble: Callable[[str], None]
     wear: Callable[[], bytes]
     spoilt: Container[int]

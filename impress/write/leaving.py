@@ -6,7 +6,7 @@ tree ─→ committer: out of the index ─→ Home.reclaim: space, once nobody 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,8 +30,8 @@ log = logging.getLogger("impress")
 #: Longest wait for the committer: a disk that takes longer is stuck.
 COMMIT_TIMEOUT_S = 150.0
 
-#: Bytes that leave in one turn of the committer at least, where home is too full: a thirty-second
-#: of what is to leave, if that is more.
+#: Bytes that leave in one turn of the committer at least, where home is too full, besides as many
+#: as have come with it: a thirty-second of what is to leave, if that is more.
 AT_ONCE = 1 << 30
 
 #: Smallest part where home is full: the hole that a window of a small model leaves.
@@ -109,13 +109,15 @@ class Leaving:
         by_worth = self._config.eviction == "importance"
         return score_of(self._config.eviction, self._history.known_shares() if by_worth else {})
 
-    def overfull(self, new: Iterable[int]) -> list[int]:
+    def overfull(self, new: Sequence[SpanRecord]) -> list[int]:
         """What leaves because home is filled above its high watermark, except what is new. Of much
-        a part, and more with each commit until the low one is reached: no store is READY before."""
+        a part, and more with each commit until the low one is reached: no store is READY before.
+        Each part is larger than what has come."""
         surplus = self.surplus(goes_on=self._thinning)
-        some = min(surplus, max(AT_ONCE, surplus // 32))
+        come = sum(record.owned_bytes for record in new)
+        some = min(surplus, max(AT_ONCE + come, surplus // 32))
         self._thinning = surplus > some
-        return self._take_out(some, new)[0] if some else []
+        return self._take_out(some, [record.span_id for record in new])[0] if some else []
 
     def surplus(self, *, goes_on: bool = False) -> int:
         """Bytes down to the low watermark, where home is filled above the high one (above the low
