@@ -11,11 +11,23 @@ from __future__ import annotations
 import secrets
 import sys
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cached_property, partial, partialmethod
-from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
+from pathlib import PurePath
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +46,15 @@ _NOT_THEIRS: Final = {"impress", *sys.stdlib_module_names}
 #: Their repr gives their address, and there is no more to tell.
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 _SLOTS: Final = (GetSetDescriptorType, MemberDescriptorType)
+#: Told in ways of their own: their repr leaves something out, or is not the same everywhere.
+_TOLD_APART: Final = (
+    set, frozenset, deque, SimpleNamespace, FunctionType, MethodType, partial, partialmethod,
+    staticmethod, classmethod, property, type, *_LOCKS,
+)  # fmt: skip
+#: Their repr tells all there is, whoever made the class.
+_SPEAK: Final = (Enum, PurePath, np.generic, np.dtype, np.ufunc, BuiltinFunctionType)
+_TORCHS: Final = {"torch.dtype", "torch.device", "torch.layout", "torch.memory_format"}
+_OF_PYTHON: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 #: Where torch.compile's wrapper, which refers to much of the process, has the function itself.
 _COMPILED: Final = "_torchdynamo_orig_callable"
 
@@ -181,9 +202,15 @@ def _told(value: Any) -> str:
             rows = repr(value.tolist()).encode()  # floats in full, of whatever dtype
             digest = xxhash.xxh3_128_hexdigest(rows)
             return f"{type(value).__name__}({value.dtype}, {tuple(value.shape)}, {digest})"
+        return repr(value)
     if isinstance(value, set | frozenset):  # in an order that is the same in every process
         return f"{type(value).__qualname__}({', '.join(sorted(map(_told, value)))})"
-    return _in_full(value) if _is_told_by_parts(value) else repr(value)
+    if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType | None):
+        return f"{value.__qualname__} of {_told(value.__self__)}"
+    if _speaks(value):
+        return repr(value)
+    said = _in_full(value, _hidden(value) if _is_dataclass(value) else ())
+    return said if _has_parts(value) else f"{said} {_unlike_all()}"
 
 
 def _code(function: FunctionType) -> str:
@@ -244,23 +271,54 @@ def _beside(module: Any) -> dict[str, Any]:
     return found
 
 
-def _in_full(value: Any) -> str:
-    parts = (_told(part) if name is None else f"{name}={_told(part)}" for name, part in _of(value))
+def _in_full(value: Any, besides: Sequence[tuple[str | None, Any]] = ()) -> str:
+    named = [*_of(value), *besides]
+    parts = (_told(part) if name is None else f"{name}={_told(part)}" for name, part in named)
     return f"{type(value).__qualname__}({', '.join(parts)})"
 
 
 def _of(value: Any) -> list[tuple[str | None, Any]]:
     """What a value is made of, with the names of fields."""
-    if is_dataclass(value) and not isinstance(value, type):
+    if _is_dataclass(value):
         told = (f.name for f in fields(value) if f.repr or f.init)  # hidden settings are settings
         return [(name, getattr(value, name, None)) for name in told]
     if isinstance(value, Mapping):
         return [(None, part) for pair in value.items() for part in pair]
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | deque):
         return [(None, part) for part in value]
-    if type(value).__repr__ is _PLAIN_REPR:  # else it would be told by its address
-        return list(_state_of(value))
-    return []
+    return list(_state_of(value))  # whatever its repr, which need not show what it holds
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether `_of` gives all there is: not of what C code holds."""
+    if isinstance(value, Mapping | list | tuple | deque):
+        return True
+    kinds = [kind for kind in type(value).__mro__ if kind not in (object, SimpleNamespace)]
+    return type(value) is object or all(kind.__flags__ & _OF_PYTHON for kind in kinds)
+
+
+def _speaks(value: Any) -> bool:
+    """Whether its repr tells all there is, the same in every process."""
+    kind = type(value)
+    if isinstance(value, list | tuple | Mapping) or _is_dataclass(value):
+        shown = not _is_dataclass(value) or (_is_shown(kind) and not _hidden(value))
+        return shown and all(_speaks(part) for _, part in _of(value))
+    if _is_array(value) or isinstance(value, _TOLD_APART) or _has_learnt(value):
+        return False
+    known = isinstance(value, _SPEAK) or f"{kind.__module__}.{kind.__qualname__}" in _TORCHS
+    return known or (
+        kind.__module__ in sys.stdlib_module_names and kind.__repr__ is not _PLAIN_REPR
+    )
+
+
+def _is_dataclass(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def _is_shown(kind: type) -> bool:
+    """Whether a dataclass has the repr that was made for it, with each setting in it."""
+    is_made = hasattr(kind.__repr__, "__wrapped__")
+    return is_made and all(f.repr or not f.init for f in fields(kind))
 
 
 def _is_array(value: Any) -> bool:
@@ -268,24 +326,5 @@ def _is_array(value: Any) -> bool:
     return known and not isinstance(value, type | np.generic)
 
 
-def _is_own(value: Any) -> bool:
-    """Whether its repr leaves something out, or is not the same in every process."""
-    kinds = (set, frozenset, FunctionType, MethodType, partial, partialmethod, staticmethod,
-             classmethod, property, type, *_LOCKS)  # fmt: skip
-    return _is_array(value) or isinstance(value, kinds) or _has_learnt(value)
-
-
 def _has_learnt(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
-
-
-def _is_told_by_parts(value: Any) -> bool:
-    if type(value).__repr__ is _PLAIN_REPR or _hides(value):
-        return True
-    return any(_is_own(part) or _is_told_by_parts(part) for _, part in _of(value))
-
-
-def _hides(value: Any) -> bool:
-    """Whether a dataclass has a setting that its repr leaves out."""
-    is_one = is_dataclass(value) and not isinstance(value, type)
-    return is_one and any(f.init and not f.repr for f in fields(value))
