@@ -449,6 +449,19 @@ def test_a_save_is_due_before_what_is_unsaved_fills_the_budget() -> None:
     assert set(saved | h.dump()) == set(range(50))
 
 
+def test_a_long_prefix_alone_is_not_saved_after_every_request() -> None:
+    """Its history was more than half the budget: it was copied, compressed and committed each time,
+    though there was nothing it could push out."""
+    size = Remembered.empty(LAYERS, WINDOWS, W).n_bytes
+    h = history(budget=3 * size // 2)
+    for _ in range(SAVE_EVERY - 1):
+        h.request([note([0])])
+        assert not h.due
+    h.request([note([0])])
+    assert h.due and set(h.dump()) == {7}
+    h.check()
+
+
 def test_a_save_is_due_once_in_so_many_requests() -> None:
     """Requests since the last save count, in a store that has served any number before."""
     h = history(tick=10 * SAVE_EVERY)
@@ -724,6 +737,33 @@ def test_history_is_saved_every_so_many_requests(
     store.flush()
     assert store.index.history(span) is not None
     assert store.index.history_tick() == SAVE_EVERY
+
+
+def test_what_is_noted_during_a_save_waits_for_the_next(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that found anything new when it ended was followed by another at once: under requests
+    that never pause, one synced commit after the other, for ever."""
+    store = open_store(geometry)
+    put_prompt(store, prompt(64)).wait(60)
+    (span,) = (record.span_id for record in store.catalog.records())
+    saved, save = list[int](), store.index.save_history
+
+    def request() -> None:
+        store.history.request([Note(span, 64, 0, 0, 64, np.arange(4))])
+
+    def saving(values: dict[int, bytes], *others: Any) -> None:
+        saved.append(len(values))
+        if len(saved) < 20:
+            request()
+        save(values, *others)
+
+    request()
+    monkeypatch.setattr(store.index, "save_history", saving)
+    store._home.save_history()
+    for _ in range(20):
+        store.flush()
+    assert saved == [1] and store.history.unsaved
 
 
 def test_a_span_is_saved_with_the_score_that_its_last_request_gave_it(

@@ -104,6 +104,29 @@ def test_a_plan_keeps_rows_in_their_group_and_the_next_plan_moves_nothing(
     assert again.gain == 0 and not again.worth_it
 
 
+@pytest.mark.parametrize("alive", ["well packed", "scattered"])
+def test_what_an_order_saves_is_counted_of_rows_that_live(alive: str) -> None:
+    """Rows of evicted windows counted as if requests still chose them: a span was moved, and lost
+    its copies in the caches, for reads that nobody makes; or stayed, as they hid what it saved."""
+    rows, live, gap = 12 * WINDOW, 8 * WINDOW, 4 * PAGE
+    worth, plane = np.zeros((1, rows), dtype=np.float32), PlaneLayout.of(PAGE, WINDOW)
+    scattered = slice(0, live, 2) if alive == "scattered" else slice(live, rows, 2)
+    worth[0, : live // 4] = alive == "well packed"
+    worth[0, scattered] = 1
+    if alive == "scattered":
+        worth[0, live:] = 1  # all of them were chosen: nothing to save
+    planned = [
+        plan_repack(some, [Trial(some, some)], None, [(0, live)], [plane], WINDOW, gap)
+        for some in (worth, worth[:, :live])
+    ]
+    assert (
+        planned[0].gain == planned[1].gain == (0.0 if alive == "well packed" else planned[1].gain)
+    )
+    assert planned[0].worth_it == (alive == "scattered")
+    assert planned[0].before == planned[1].before
+    assert sorted(planned[0].slots[0].tolist()) == list(range(rows))
+
+
 @pytest.mark.parametrize("row_bytes", [256, 1024])
 @pytest.mark.parametrize("stable", [0.0, 0.05])
 def test_no_order_is_made_from_chance_again_and_again(row_bytes: int, stable: float) -> None:
@@ -551,6 +574,28 @@ def test_heat_and_children_stay_with_a_moved_span(
 
 
 # ---- bounds --------------------------------------------------------------------------------
+
+
+def test_what_a_pass_leaves_for_later_is_due_with_its_next_lease(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It was noted as looked at: once the day's writes, or room, were there again, a span waited
+    for eight leases more."""
+    store = open_store(geometry, daily_write_bytes=2 * 256 * geometry.token_bytes)
+    put_prompt(store, prompt(256)).wait(60)
+    look(store, prompt(256))
+    for _ in range(8):
+        assert_serves(store, prompt(256), 256)
+    repacker = store._repacker
+    assert repacker is not None
+    (report,) = repacker.run_leased().spans
+    assert report.outcome == "daily_write_bytes are spent"
+    assert repacker.run_leased().spans == []  # nobody asked for it since
+    store._home.budget.refund(256 * geometry.token_bytes)
+    assert_serves(store, prompt(256), 256)
+    (report,) = repacker.run_leased().spans
+    assert report.outcome == "moved"
+    sound(store)
 
 
 def test_a_pass_keeps_to_its_bounds_and_says_so(

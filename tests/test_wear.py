@@ -210,6 +210,21 @@ def test_thinning_goes_on_with_each_commit_down_to_the_low_mark(
     sound(store)
 
 
+def test_more_leaves_than_comes(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores larger than a part filled the disk: each then had to make room for itself, and the
+    repacker, which evicts nothing, had none."""
+    monkeypatch.setattr(leaving, "AT_ONCE", 256 << 10)
+    store = open_store(geometry, window=WINDOW, disk_bytes=16 * MIB, disk_high=0.7, disk_low=0.5)
+    for seed in range(40):
+        assert put_prompt(store, prompt(16 if seed < 15 else 128, seed)).wait(60)
+        store.flush()
+        assert store.ssd.usage().used <= 0.7 * 16 * MIB + 3 * MIB // 4
+    assert store.ssd.usage().used <= 0.7 * 16 * MIB
+    sound(store)
+
+
 @pytest.mark.parametrize("mode", ["alone", "r", "rw"])
 def test_evicting_nothing_drops_what_a_lowered_limit_is_over(
     open_store: Open, geometry: impress.Geometry, mode: str
