@@ -142,6 +142,8 @@ def test_arguments_of_another_type_are_bad_input_wherever_they_come_in(
     refused("wait_s must be a number, got None", store.writer, later, wait_s=None)
     for given in ("a", [[1], [1, 2]], torch.zeros(2, 128).to("meta"), [[1 << 2000] * 128] * 2):
         refused("importance wants", store.store, later, keys, values, importance=given)
+    holed = np.full((2, 128), np.nan)  # "wants [2, 128] numbers, got [2, 128]"
+    refused("got nan among them", store.store, later, keys, values, importance=holed)
     for bare in ([k.to("meta") for k in tensors], [k.to_sparse() for k in tensors]):
         refused("want a dense tensor, got", store.store, later, bare, tensors)
     refused("wait_s must be a number, got nan", store.writer, later, wait_s=float("nan"))
@@ -185,12 +187,14 @@ def test_reads_say_what_they_want(open_store: Open, geometry: impress.Geometry) 
         refused("policy 'paper' is not one", lease.session, "paper", first=64)
         with lease.session() as session:
             refused("query wants a tensor or None, got str", session.retrieve, 0, "q")
+            refused("None, got ndarray", session.retrieve, 0, query.numpy())  # it has a device, too
             for wrong in ("ab", (out,), 3, (out, None)):
                 refused("out wants a pair of tensors", session.retrieve, 0, None, out=wrong)
             refused("want 2 pairs, got int", session.prefetch, 3)
             refused("out wants a pair of tensors, got NoneType", session.prefetch, [None, None])
         with lease.session(impress.Quality()) as session:
-            for q, of in ((query[:3], lse), (query.numpy(), lse), (query, lse[:3]), (query, "a")):
+            refused("and ndarray", session.retrieve, 0, query, suffix_lse=lse.numpy())
+            for q, of in ((query[:3], lse), (query, lse[:3]), (query, "a")):
                 refused("query and suffix_lse want tensors", session.retrieve, 0, q, suffix_lse=of)
             session.retrieve(0, query, suffix_lse=lse)
     wait_for_promotions(store)

@@ -340,6 +340,15 @@ def test_a_model_is_purged_by_what_inspect_calls_it(tmp_path):
     assert left["namespaces"] == [third]
 
 
+def test_a_purge_by_namespace_takes_no_secret(path, tmp_path):
+    """It was read by nobody: whoever gave it, to say whose keys are meant, lost all tenants'."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(32))
+    said = run("purge", "--store", path, "--namespace", "a test", "--tenant-secret-file", secret)
+    assert_refused(said, "--tenant-secret-file goes with --tenant")
+    assert len(records_of(path)) > 0
+
+
 def test_a_purge_counts_what_another_process_may_be_reading(path):
     """Where such a process held the space to the end, "2 spans erased, 0 B" was all it said."""
     owned = sum(record.owned_bytes for record in records_of(path))

@@ -196,6 +196,24 @@ def test_memory_that_a_layer_is_on_its_way_to_is_given_for_nothing_else(
     assert not store.stats()["quarantined_spans"]
 
 
+def test_no_layer_is_copied_over_another_of_the_same_call(
+    store: impress.PrefixStore, geometry: impress.Geometry
+) -> None:
+    """One tensor as rows for a layer, and as heads for the next: the first came back, unnoticed,
+    with rows of the second."""
+    heads, dim = geometry.n_kv_heads, geometry.head_dim
+    memory = torch.frombuffer(aligned(N * heads * dim * 4), dtype=torch.float32)[: N * heads * dim]
+    as_rows, as_heads = memory.view(N, heads, dim).transpose(0, 1), memory.view(heads, N, dim)
+    with store.lease(prompt(N)) as lease, lease.session() as session:
+        for pair in ((as_rows, as_heads), (as_heads, as_rows)):
+            outs = pairs(geometry)
+            outs[:2] = [(one, other) for one, (_, other) in zip(pair, outs[:2], strict=True)]
+            with pytest.raises(impress.BadInput, match="is being read to"):
+                session.prefetch(outs)
+        apart = as_heads, torch.empty_like(as_heads)
+        session.prefetch([apart] * geometry.n_layers)  # copied when each is asked for
+
+
 def test_tensors_without_memory_are_refused(
     store: impress.PrefixStore, geometry: impress.Geometry
 ) -> None:

@@ -18,7 +18,7 @@ from impress.selection import products
 from impress.selection.probes import Heads3, LowBit, codec_of, fitted, register
 from impress.selection.probes_pca import Pca
 from impress.selection.quant import dequantise, pack_codes, packed_bytes, quantise, unpack_codes
-from impress.selection.scratch import _place
+from impress.selection.scratch import _free, _place, drop_scratch, scratch
 from impress.spans.rows import host_words
 from impress.types import Geometry
 
@@ -311,3 +311,12 @@ def test_streams_of_a_device_share_no_memory_to_work_in(monkeypatch: pytest.Monk
     places = [_place(torch.device("cuda", 0)) for _ in range(3)]
     assert places[0] == places[2] != places[1]
     assert _place(torch.device("cpu")) == "cpu"
+
+
+def test_what_was_worked_in_under_inference_mode_serves_everyone() -> None:
+    """By torch's version only requests in that mode could have written there again."""
+    drop_scratch()
+    with torch.inference_mode(), scratch(torch.device("cpu")) as take:
+        take((8,), torch.uint8).fill_(1)
+    (kept,) = _free["cpu"]
+    assert not kept.is_inference()

@@ -32,6 +32,7 @@ from impress.usage.history import Note
 from impress.usage.remembered import HALF_LIFE
 from tiers.iopool import Lane
 from tiers.slots import aligned
+from tiers.ticket import until
 
 Open = Callable[..., impress.PrefixStore]
 Answer = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -698,6 +699,33 @@ def test_what_is_to_be_learnt_does_not_pile_up(
     # The metrics of where rows were lacked a request from which nothing was learnt.
     assert stats["rows_from"] == {"ssd": 2 * N, "dram": 2 * N}
     assert stats["chunks_from"] == {"ssd": 12, "dram": 12}
+
+
+def test_the_last_request_before_a_store_closes_is_learnt_from(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is learnt follows a request's copies, and a store that had begun to close took no more:
+    commands that serve one request (`impress run`) showed nothing of it afterwards."""
+    store = open_store(GEOMETRY)
+    put_prompt(store, prompt(N)).wait(60)
+    (span,) = (record.span_id for record in store.catalog.records())
+    (cache,) = store._copies.chunks
+    fill = cache.fill
+
+    late = list[bool]()
+
+    def filling(*args: object) -> None:
+        late.append(until(lambda: not store._pool._open, 60))
+        fill(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cache, "fill", filling)
+    with store.lease(prompt(N)) as lease, lease.session(Exact()) as session:
+        for layer in (0, 1):
+            session.retrieve(layer, None)
+    store.close()
+    assert late and all(late) and not caplog.records
+    store = open_store(GEOMETRY)
+    assert store.history.tick == 1 and store.history.summary(span) is not None
 
 
 def test_one_request_does_not_crowd_out_what_the_next_ones_show(

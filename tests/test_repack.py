@@ -33,6 +33,7 @@ from test_order import orders_of, scores_of, unpacked_and_packed
 from test_sparse import N_TOKENS, POLICIES, SHAPES, retrieve_all
 
 import impress
+from impress.cli.repack import _repacked
 from impress.policy import Exact, Policy
 from impress.repacking.packing import Trial, expected, likely_chosen, plan_repack, tiled, trials_of
 from impress.repacking.repack import Repacker
@@ -46,6 +47,7 @@ from impress.upkeep.verify import verify_store
 from impress.usage.history import Note
 from impress.usage.remembered import Remembered, decode
 from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
+from impress.write.directory import read_identity, shards_of
 from impress.write.leaving import SMALL_PART
 from tiers.base import PAGE, Slot, Usage
 from tiers.errors import MediumError
@@ -1411,6 +1413,24 @@ def test_the_command_adds_no_segment_to_a_full_shard(
     with impress.PrefixStore.open(folder, geometry, "test", config) as store:
         assert_serves(store, prompt(256), 256)
         sound(store)
+
+
+def test_the_command_moves_a_span_of_any_size(
+    tmp_path: Path, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None above 4 GiB, the default of a setting that the command has no option for, however much
+    its server allows."""
+    with impress.PrefixStore.open(tmp_path, geometry, "test", impress.Config(**SMALL)) as store:
+        put_prompt(store, prompt(256)).wait(60)
+        look(store, prompt(256))
+        store.ssd.reserve(MIB)  # a segment more: room for the copy
+    small = {"repack_space_bytes": MIB >> 4}  # stands for the 4 GiB
+    monkeypatch.setattr(
+        "impress.cli.repack.Config", lambda **given: impress.Config(**{**small, **given})
+    )
+    (shard,) = shards_of(tmp_path)
+    (done,) = _repacked(tmp_path, shard, read_identity(tmp_path), dry_run=True).spans
+    assert done.outcome == "would move"
 
 
 def test_a_span_that_does_not_read_back_is_named_and_a_dry_run_leaves_it(

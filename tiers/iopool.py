@@ -176,6 +176,11 @@ class IoPool:
             del queued[0]  # no signal comes between
             return task
 
+    @property
+    def closing(self) -> bool:
+        """Whether nothing that is submitted from here on is run."""
+        return not self._open
+
     def depth(self) -> list[int]:
         """Queued tasks by lane."""
         return [sum(map(len, kinds)) for kinds in zip(*self._queues, strict=True)]

@@ -73,6 +73,11 @@ def purge(
         raise BadInput(
             "purge: --tenant is empty: that is all that has no tenant; say of which --namespace"
         )
+    if tenant_secret_file is not None and tenant is None:
+        raise BadInput(
+            "purge: --tenant-secret-file goes with --tenant: without one, everything of the "
+            "namespace is erased, whatever its secret"
+        )
     where = store_dir(store)
     secret = None if tenant_secret_file is None else str(tenant_secret_file)
     spans, freed = _erased(where, namespace, tenant, secret)

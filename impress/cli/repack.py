@@ -111,6 +111,7 @@ def _repacked(where: Path, shard: Shard, identity: Identity, dry_run: bool) -> R
     config = Config(
         window=identity.window, dram_bytes=0, repack_every_s=0, shard=shard.number,
         segment_bytes=MIB, disk_bytes=max(1, -(-n_bytes // MIB)) * MIB, disk_high=1.0, disk_low=1.0,
+        repack_space_bytes=max(MIB, n_bytes),  # a copy fits into what is there, or there is no room
     )  # fmt: skip
     with PrefixStore.open(where, identity.geometry, b"repack", config) as opened:
         with err.status("planning" if dry_run else "repacking"):

@@ -71,6 +71,8 @@ def outs_of_all(given: Sequence[Tensors], geometry: Geometry, n_tokens: int) -> 
         raise BadInput(f"prefetch: want {geometry.n_layers} pairs, got {n}")
     outs = [_fitting(pair, geometry, n_tokens) for pair in given]
     _check_apart(outs)
+    pairs = dict(enumerate(outs))  # copied to, perhaps over what another layer is read straight to
+    check_beside({i: o for i, o in pairs.items() if any(m is None for m in o.memory)}, pairs)
     return outs
 
 

@@ -123,6 +123,9 @@ def _queue(reading: Reading, tasks: list[Task]) -> None:
     if reading.crowded:
         reading.counters.add("lessons_skipped")
         return
+    if reading.pool.closing:  # its copies were the last that the store did
+        tasks.pop()()
+        return
     reading.pool.submit(Lane.PROMOTE, tasks, note=lambda _ticket: tasks.clear())
 
 
@@ -134,7 +137,8 @@ def after(
         learn(reading, sources, looked, need)
         worths = [_judged(reading, sources, one) for one in looked]
         _save(reading)
-        fetch(reading, sources, looked, worths)
+        if not reading.pool.closing:
+            fetch(reading, sources, looked, worths)
 
 
 def count(reading: Reading, looked: Sequence[Looked]) -> None:

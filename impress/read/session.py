@@ -240,7 +240,7 @@ class Session:
         """
         torch = torch_module()
         check_layer(layer, self._r.geometry.n_layers, "retrieve")
-        if query is not None and not hasattr(query, "device"):
+        if query is not None and not isinstance(query, torch.Tensor):
             raise BadInput(f"retrieve: query wants a tensor or None, got {type(query).__name__}")
         if self._closed:
             raise ImpressError("session: closed")

@@ -38,7 +38,8 @@ def scratch(device: torch.device) -> Iterator[Take]:
         n_bytes = max(64, math.prod(shape) * dtype.itemsize)
         flat = _pop(free, n_bytes)
         if flat is None:
-            flat = module.empty(n_bytes, dtype=module.uint8, device=device)
+            with module.inference_mode(False):  # else, by torch's version, of use only in that mode
+                flat = module.empty(n_bytes, dtype=module.uint8, device=device)
         taken.append(flat)
         made: torch.Tensor = flat[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         return made

@@ -320,6 +320,8 @@ def importance_of(values: Any, shape: tuple[int, ...], what: str) -> npt.NDArray
         array = np.asarray(values, dtype=np.float32)
     except (ValueError, TypeError, OverflowError, NotImplementedError) as err:  # meta tensors: last
         raise BadInput(f"{what}: importance wants {list(shape)} numbers: {err}") from None
-    if array.shape != shape or np.isnan(array).any():
+    if array.shape != shape:
         raise BadInput(f"{what}: importance wants {list(shape)} numbers, got {list(array.shape)}")
+    if np.isnan(array).any():
+        raise BadInput(f"{what}: importance wants numbers, got nan among them")
     return array
