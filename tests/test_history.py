@@ -752,11 +752,11 @@ def test_what_is_noted_during_a_save_waits_for_the_next(
     def request() -> None:
         store.history.request([Note(span, 64, 0, 0, 64, np.arange(4))])
 
-    def saving(values: dict[int, bytes], *others: Any) -> None:
+    def saving(values: dict[int, bytes], *others: object) -> None:
         saved.append(len(values))
         if len(saved) < 20:
             request()
-        save(values, *others)
+        save(values, *others)  # type: ignore[arg-type]
 
     request()
     monkeypatch.setattr(store.index, "save_history", saving)
