@@ -7,6 +7,8 @@ import json
 import os
 import pkgutil
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -397,6 +399,72 @@ def test_a_reader_of_an_index_that_is_just_being_made_is_told_of_no_damage(
     assert made.version() == 1, "all by one transaction"
     made.close()
     assert open_store(geometry, mode="r").lookup(prompt(64)) == 0
+
+
+def test_a_stopped_writer_of_one_store_holds_up_no_other(
+    tmp_path: Path, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever opened its index waited with a lock that opening and closing any other one takes."""
+    config = impress.Config(**SMALL)
+    for name in ("theirs", "ours"):
+        with impress.PrefixStore.open(tmp_path / name, geometry, "test", config) as store:
+            ready(store, prompt(128))
+    index = tmp_path / "theirs" / "shards" / "main" / "index"
+    hold = f"import lmdb; e = lmdb.open({str(index)!r}, max_dbs=8); t = e.begin(write=True); "
+    stopped = subprocess.Popen(
+        [sys.executable, "-c", hold + "print(flush=True); input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    begun, done, open_dbs = threading.Event(), threading.Event(), impress.write.index.open_dbs
+
+    def opening(*args: Any, **named: Any) -> None:
+        if threading.current_thread() is waiting:
+            begun.set()
+        open_dbs(*args, **named)
+
+    def beside() -> None:
+        with impress.PrefixStore.open(tmp_path / "ours", geometry, "test", config) as store:
+            assert_serves(store, prompt(128), 128)
+        done.set()
+
+    monkeypatch.setattr(impress.write.index, "open_dbs", opening)
+    waiting = threading.Thread(target=lambda: Index(index, create=False).close(), daemon=True)
+    try:
+        assert stopped.stdout is not None and stopped.stdout.readline()
+        waiting.start()
+        assert begun.wait(60)
+        threading.Thread(target=beside, daemon=True).start()
+        assert done.wait(60) and waiting.is_alive()
+    finally:
+        stopped.communicate(b"\n")
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
+def test_a_reader_that_came_to_a_full_disk_is_waited_for_once_there_is_room(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Its file was made and stayed empty, so that it might read anything: for as long as a lease
+    may last the writer got nothing back of what it took out, and nobody was told."""
+    store = open_store(geometry, **APART)
+    ready(store, prompt(128))
+    folder = store.path / "shards" / "main" / "readers"
+
+    def full(_fd: object, _n_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(readers, "give_blocks", full)
+        reader = open_store(geometry, mode="r", **APART)
+    assert caplog.text.count("(No space left on device): a lease here is not waited for") == 1
+    assert present(folder) == [] == [*folder.iterdir()]
+    assert_serves(reader, prompt(128), 128)
+    reader.follow()
+    (seen,) = present(folder)
+    assert seen.generation > 0 and not seen.held
+    reader.close()
+    assert present(folder) == []
 
 
 def read_only(*_args: object, **_named: object) -> None:

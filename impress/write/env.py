@@ -67,6 +67,9 @@ class Env:
     env: Any
     users: int = 0
     dbs: dict[str, Any] = field(default_factory=dict)
+    #: For opening these: LMDB takes one at a time. Not `envs_lock`: it may wait for a writer who
+    #: was stopped, and other indexes are opened and closed meanwhile.
+    opening: Any = field(default_factory=threading.Lock)
     pid: int = field(default_factory=os.getpid)
     counted: bool = True  # its readers are in LMDB's table
     n_bytes: int = 0  # of its file, when it was last looked at
@@ -90,7 +93,7 @@ class Env:
 
 
 envs: dict[Key, Env] = {}
-envs_lock = threading.Lock()  # also for opening databases: LMDB takes one at a time
+envs_lock = threading.Lock()
 
 
 def _in_a_child() -> None:
@@ -216,7 +219,7 @@ def open_dbs(shared: Env, *, create: bool) -> None:
 
     Raises NothingYet where there are none.
     """
-    with envs_lock:
+    with shared.opening:
         names = [name for name in NAMES if name not in shared.dbs]
         if not names:
             return

@@ -212,9 +212,7 @@ class Follower:
     def say(self) -> None:
         """Tell the writers how far this process has followed, and what it still holds."""
         for n in self.neighbours.values():
-            if n.presence is not None:
-                with suppress(OSError):
-                    n.presence.say(n.generation, self._catalog.held_after(n.shard.spans))
+            n.say(self._catalog.held_after(n.shard.spans))
 
     def stop(self) -> None:
         """Look no more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -32,18 +32,18 @@ class Neighbour:
         shard.check_index()
         self.shard = shard
         self.presence: Presence | None = None
-        unsaid = ""
+        self._unsaid = ""  # why its writer cannot be told of this process
         try:
             self.presence = Presence(shard.readers)  # before the first look: all of it may be read
         except OSError as err:
-            unsaid = err.strerror or str(err)
+            self._unsaid = err.strerror or str(err)
         try:
             self.index = Index(shard.index, create=False)
-            if unsaid:
+            if self._unsaid:
                 log.warning(
                     "%s: shard %s is read, but its writer cannot be told so (%s): a lease here is "
                     "not waited for, and what it holds may be lost",
-                    shard.readers, shard.name, unsaid,
+                    shard.readers, shard.name, self._unsaid,
                 )  # fmt: skip
         except BaseException:  # Ctrl-C: its writer would wait for a reader that is not there
             self.close_presence()
@@ -84,6 +84,15 @@ class Neighbour:
         while self._replaced and monotonic() - self._replaced[0][0] > grace_s:
             self._replaced[0][1].close()
             del self._replaced[0]
+
+    def say(self, held: Collection[int]) -> None:
+        """Tell its writer how far this process has followed, and what it still holds; also where
+        the disk was full before."""
+        with suppress(OSError):
+            if self._unsaid:
+                self.presence, self._unsaid = Presence(self.shard.readers), ""
+            if self.presence is not None:
+                self.presence.say(self.generation, held)
 
     def close_presence(self) -> None:
         if self.presence is not None:

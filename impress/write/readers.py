@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from tiers.files import Locked, lock_file, make_folder, unlock_file
+from tiers.files import Locked, give_blocks, keep_in_place, lock_file, make_folder, unlock_file
 
 _HEAD: Final = struct.Struct("<QI4x")
 #: Most spans one says it holds; with more it stays at its generation, and so holds everything.
@@ -50,7 +50,8 @@ class Presence:
     """This process, as a reader of one shard."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError, where nothing may be written there: then nobody waits for its reads."""
+        """Raises OSError, where nothing may be written there, or the file system is full: then
+        nobody waits for its reads."""
         make_folder(folder)
         self._fd: Locked | None = None
         while self._fd is None:  # None: the writer had it, looking whether it was anybody's
@@ -58,6 +59,12 @@ class Presence:
             self._path = folder / secrets.token_hex(8)
             self._fd = lock_file(self._path)
         self._said = b""
+        try:  # while nothing is said there, the writer gives back nothing that it takes out
+            keep_in_place(self._fd)
+            give_blocks(self._fd, _MOST_BYTES)
+        except BaseException:
+            self.close()
+            raise
 
     def say(self, generation: int, held: Collection[int]) -> None:
         """Followed up to here; of what was taken out before, only these are held."""
