@@ -18,6 +18,7 @@ from impress.config import Config
 from impress.engines.vllm import exact
 from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.exact import ExactLoad
+from impress.engines.vllm.patience import Patience
 from impress.engines.vllm.step import LoadSpec, Prompt, StepPlan
 from impress.engines.vllm.working import WorkerSide
 from impress.errors import Unsupported
@@ -131,7 +132,8 @@ def test_a_prefix_comes_into_its_blocks_in_whatever_order_it_lies(
             importance = order[:, :n] if packed else None
             k, v = ([own[:, :n] for own in some] for some in (rows[:2], rows[2:]))
             assert store.store(prompt.tokens[:n], k, v, importance=importance).wait(60)
-        load = ExactLoad(store, LoadSpec("a", "a#0", prompt, first, end, blocks, None), size)
+        spec = LoadSpec("a", "a#0", prompt, first, end, blocks, None)
+        load = ExactLoad(store, spec, size, Patience(60))
         for layer, cache in enumerate(caches):
             load.write(layer, cache, BlockLayout.of(cache, _isas()[0]))
         load.close()

@@ -18,6 +18,7 @@ import torch
 
 from impress.engines.vllm.attention_cuda import ChoosingFlashImpl
 from impress.engines.vllm.choosing import Call
+from impress.engines.vllm.patience import Patience
 from impress.engines.vllm.sparse import SparseSide
 from impress.engines.vllm.strided import StridedLayout
 from tests.paged_reference import attend, dense, write_rows
@@ -73,7 +74,7 @@ class World:
         ]
         layouts = [StridedLayout.of(cache, None) for cache in self.caches]
         names = {f"layer.{i}": i for i in range(N_LAYERS)}
-        self.side = SparseSide(None, names, self.caches, layouts)  # type: ignore[arg-type]
+        self.side = SparseSide(None, names, self.caches, layouts, Patience(60))  # type: ignore[arg-type]
         self.free = self.rng.permutation(np.arange(1, n_blocks)).tolist()  # 0 is vLLM's own
         self.blocks: list[list[int]] = []
         self.lengths: list[int] = []  # as vLLM counts

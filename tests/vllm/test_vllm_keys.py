@@ -721,6 +721,8 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
     for name, value in (
         ("VLLM_CPU_INT4_W4A8", "0"), ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
         ("VLLM_DISABLED_KERNELS", "CPUFP8W8A8BlockScaledMMKernel"),
+        ("VLLM_BATCH_INVARIANT", "1"), ("VLLM_USE_DEEP_GEMM", "0"),
+        ("VLLM_USE_DEEP_GEMM_E8M0", "0"), ("VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER", "0"),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setenv(name, value)

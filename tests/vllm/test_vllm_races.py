@@ -29,11 +29,12 @@ from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.connector import ImpressConnector
 from impress.engines.vllm.exact import ExactLoad, ExactSide
 from impress.engines.vllm.metrics import COUNTS
+from impress.engines.vllm.patience import Patience, most_s
 from impress.engines.vllm.sparse import SparseRequest
 from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec, StepPlan
 from impress.engines.vllm.tracked import Tracked
 from impress.engines.vllm.working import WorkerSide
-from impress.errors import StoreFailed
+from impress.errors import PrefixLost, StoreFailed
 from impress.policy import Exact, Recency
 from impress.read.access import AccessReport
 from impress.read.session import Session
@@ -781,7 +782,10 @@ def test_an_interrupted_close_of_a_load_releases_its_lease(
     with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
         assert store.store(prompt.tokens, rows, rows).wait(60)
         spec = LoadSpec("a", "a#0", prompt, 0, 128, [1, 2], policy)
-        load = SparseRequest(store, spec) if policy else ExactLoad(store, spec, 64)
+        patience = Patience(60)
+        load = (
+            SparseRequest(store, spec, patience) if policy else ExactLoad(store, spec, 64, patience)
+        )
         assert store.stats()["leases"] == 1
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(Session, "close", interrupted)
@@ -1030,7 +1034,7 @@ def test_loads_behind_one_whose_end_was_cut_off_are_ended_too(
         close(session)
 
     with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
-        side = ExactSide(store, 64)
+        side = ExactSide(store, 64, Patience(60))
         for i in range(3):
             prompt = Prompt(np.arange(1000 * i, 1000 * i + 128, dtype=np.int32), {}, "")
             assert store.store(prompt.tokens, rows, rows).wait(60)
@@ -1043,6 +1047,59 @@ def test_loads_behind_one_whose_end_was_cut_off_are_ended_too(
         for load in side.end():
             load.close()
         assert store.stats()["leases"] == 0
+
+
+@pytest.mark.parametrize("policy", [None, Recency(keep=0.5)], ids=["exact", "sparse"])
+def test_a_step_does_not_wait_for_the_store_longer_than_vllm_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Recency | None
+) -> None:
+    """Each read was in time by itself. A step waits for those of all layers and hits, and vLLM ends
+    the engine, for all clients, when one takes 300 s; after a restart the same requests did again.
+    """
+    geometry, rows = Geometry(4, 2, 2, 32, "float32"), [torch.ones(2, 128, 32)] * 4
+    query, caches = torch.zeros(2, 1, 32), [torch.zeros(9, 2, 64, 64) for _ in range(4)]
+    now, retrieve = [0.0], Session.retrieve
+
+    def slow(session: Session, *args: object, **named: object) -> object:
+        now[0] += 9.0  # below read_timeout_s
+        return retrieve(session, *args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Session, "retrieve", slow)
+    patience = Patience(30.0, lambda: now[0])
+    with PrefixStore.open(tmp_path / "s", geometry, b"x" * 32, Config(**SMALL), "rw") as store:
+        loads = []
+        for i in range(2):
+            prompt = Prompt(np.arange(1000 * i, 1000 * i + 128, dtype=np.int32), {}, "")
+            assert store.store(prompt.tokens, rows, rows).wait(60)
+            spec = LoadSpec(f"{i}", f"{i}#0", prompt, 0, 128, [2 * i, 2 * i + 1], policy)
+            loads.append(
+                SparseRequest(store, spec, patience) if policy
+                else ExactLoad(store, spec, 64, patience)
+            )  # fmt: skip
+        for layer, cache in enumerate(caches):
+            for load in loads:
+                if isinstance(load, SparseRequest):
+                    load.choose(layer, query, query, 1.0)
+                else:
+                    load.write(layer, cache, BlockLayout.of(cache, _isas()[0]))
+        assert [load.lost for load in loads] == ["late", "late"] and now[0] == 36.0
+        for load in loads:
+            load.close()
+        with pytest.raises(PrefixLost, match="this step has waited for the store for 30 s"):
+            ExactLoad(store, spec, 64, patience)
+        patience.renew()  # the next step
+        load = ExactLoad(store, spec, 64, patience)
+        load.write(0, caches[0], BlockLayout.of(caches[0], _isas()[0]))
+        assert not load.lost
+        load.close()
+        assert store.stats()["leases"] == 0
+
+
+def test_half_of_what_vllm_gives_a_step_is_for_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", raising=False)
+    assert most_s() == 150
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "5")
+    assert most_s() == 2.5
 
 
 def test_a_request_with_the_id_of_one_that_ended_is_stored_under_its_own_name(

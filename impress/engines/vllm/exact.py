@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from impress.engines.vllm.blocks import Layout, slots_of
+from impress.engines.vllm.patience import Patience
 from impress.engines.vllm.step import LoadSpec
 from impress.errors import PrefixLost
 from impress.read.access import AccessReport
@@ -31,11 +32,19 @@ _LEAST_LAYERS: Final = 2
 class ExactLoad:
     """All rows of a request's prefix on their way into its blocks."""
 
-    def __init__(self, store: PrefixStore, spec: LoadSpec, block_size: int) -> None:
-        """`lost` says why, if not all of the prefix, or none of it, can be read."""
+    def __init__(
+        self, store: PrefixStore, spec: LoadSpec, block_size: int, patience: Patience
+    ) -> None:
+        """`lost` says why, if not all of the prefix, or none of it, can be read.
+
+        Raises ImpressError if it cannot be leased.
+        """
         self.spec = spec
+        self._patience = patience
         self.lost = ""
-        self._lease: Lease = store.lease(spec.prompt.tokens, spec.prompt.extra, spec.prompt.tenant)
+        with patience.waiting():
+            prompt = spec.prompt
+            self._lease: Lease = store.lease(prompt.tokens, prompt.extra, prompt.tenant)
         self._session: Session | None = None
         self._placing: Placing | None = None
         self.layer_bytes = 0  # of rows on their way, a layer
@@ -72,7 +81,8 @@ class ExactLoad:
         if self._session is None:
             return
         try:
-            k, v, at = self._session.retrieve(layer, None)
+            with self._patience.waiting():
+                k, v, at = self._session.retrieve(layer, None)
             if self._placing is None or self._placing.at is not at:  # in order: one for all layers
                 self._placing = Placing(at, self.spec.first, self._slots)
             mine = self._placing
@@ -124,15 +134,16 @@ class Placing:
 class ExactSide:
     """The exact loads of a worker's step. For its thread."""
 
-    def __init__(self, store: PrefixStore, block_size: int) -> None:
+    def __init__(self, store: PrefixStore, block_size: int, patience: Patience) -> None:
         self._store = store
+        self._patience = patience
         self._block_size = block_size
         self._loads: list[ExactLoad] = []
         self._n_ahead = 0  # layers
 
     def start(self, spec: LoadSpec) -> None:
         """Add a hit of this step. Raises ImpressError if its prefix cannot be leased."""
-        self._loads.append(ExactLoad(self._store, spec, self._block_size))
+        self._loads.append(ExactLoad(self._store, spec, self._block_size, self._patience))
 
     def begin(self) -> None:
         """All hits of the step are here: begin reading their first layers."""

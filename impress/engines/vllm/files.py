@@ -25,7 +25,11 @@ _ALL_FILES: Final = ("runai_streamer",)
 #: vLLM ignores these of torch.save's files (filter_files_not_needed_for_inference).
 _NO_WEIGHTS: Final = ("training_args.bin", "optimizer.bin")
 #: Environment variables that make quantized layers round a pass differently.
-_ROUNDING: Final = ("VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_DISABLED_KERNELS")
+_ROUNDING: Final = (
+    "VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_DISABLED_KERNELS",
+    "VLLM_BATCH_INVARIANT", "VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER",
+)  # fmt: skip
 #: The same among the kernels' settings: they decide whether activations are quantized.
 _KERNELS: Final = ("linear_backend", "linear_backend_per_quant")
 #: Endings of the names of files that say how a directory's weights are quantized, if its config

@@ -22,6 +22,7 @@ import torch
 from impress.engines.vllm.blocks import Layout, slots_of
 from impress.engines.vllm.choosing import Call, Shorten
 from impress.engines.vllm.compact import Batch
+from impress.engines.vllm.patience import Patience
 from impress.engines.vllm.step import LoadSpec
 from impress.errors import PrefixLost
 from impress.read.access import AccessReport
@@ -33,14 +34,18 @@ from impress.store import PrefixStore
 class SparseRequest:
     """A request whose layers choose once, in its prefill, and keep what they chose."""
 
-    def __init__(self, store: PrefixStore, spec: LoadSpec) -> None:
-        """Starts reading what needs no query. `lost` says why, if nothing can be read."""
+    def __init__(self, store: PrefixStore, spec: LoadSpec, patience: Patience) -> None:
+        """Starts reading what needs no query. `lost` says why, if nothing can be read. Raises
+        ImpressError if the prefix cannot be leased."""
         assert spec.policy is not None
         self.spec = spec
+        self._patience = patience
         self.lost = ""
         self.n_tokens = spec.end
         self.n_rows: list[int | None] = [None] * store.geometry.n_layers  # k of each layer
-        self._lease: Lease = store.lease(spec.prompt.tokens, spec.prompt.extra, spec.prompt.tenant)
+        with patience.waiting():
+            prompt = spec.prompt
+            self._lease: Lease = store.lease(prompt.tokens, prompt.extra, prompt.tenant)
         self._session: Session | None = None
         self.report: AccessReport | None = None
         if self._lease.n_tokens < spec.end:
@@ -71,7 +76,8 @@ class SparseRequest:
             lse = (
                 suffix_lse_of(query, new_keys, scaling) if self._session.needs_suffix_lse else None
             )
-            k, v, _ = self._session.retrieve(layer, query, scaling, lse)
+            with self._patience.waiting():
+                k, v, _ = self._session.retrieve(layer, query, scaling, lse)
         except PrefixLost as err:
             self.give_up(err.reason)
             return nothing, nothing
@@ -107,8 +113,10 @@ class SparseSide:
         layer_of: dict[str, int],
         caches: Sequence[torch.Tensor],
         layouts: Sequence[Layout],
+        patience: Patience,
     ) -> None:
         self._store = store
+        self._patience = patience
         self._layer_of = layer_of
         self._caches = caches
         self._layouts = layouts
@@ -118,7 +126,7 @@ class SparseSide:
 
     def start(self, spec: LoadSpec) -> None:
         """A sparse request's prefill is in this step. Raises ImpressError."""
-        request = SparseRequest(self._store, spec)
+        request = SparseRequest(self._store, spec, self._patience)
         self._fresh.append(request)
         self._by_block[spec.block_ids[0]] = request
 

@@ -18,6 +18,7 @@ import torch
 from impress.engines.hf_request import totals
 from impress.engines.vllm.blocks import Layout
 from impress.engines.vllm.exact import ExactSide
+from impress.engines.vllm.patience import Patience, most_s
 from impress.engines.vllm.saving import Saver
 from impress.engines.vllm.sparse import SparseSide
 from impress.engines.vllm.step import LoadSpec, StepPlan, StepReport
@@ -57,8 +58,9 @@ class WorkerSide:
         self.layouts = layouts
         self._streams = streams
         self.block_size = self.layouts[0].block_size
-        self.exact = ExactSide(store, self.block_size)
-        self.sparse = SparseSide(store, self.layer_of, self.caches, self.layouts)
+        self._patience = Patience(most_s())
+        self.exact = ExactSide(store, self.block_size, self._patience)
+        self.sparse = SparseSide(store, self.layer_of, self.caches, self.layouts, self._patience)
         self.saver = Saver(store, self.caches, self.layouts) if store_new else None
         self.counts: Counter[str] = Counter()
         self._plan = StepPlan()
@@ -90,6 +92,7 @@ class WorkerSide:
     def start(self, plan: StepPlan) -> None:
         """Begin reading what the step's layers will wait for."""
         self._plan = plan
+        self._patience.renew()
         if self._streams is not None:
             self._streams.begin()
         for spec in plan.loads:
