@@ -63,7 +63,7 @@ def _weights() -> dict[str, str]:
 def _opened(checkpoint: str, options: Options, arms: dict[str, Arm]) -> hf.Engine:
     config = impress.Config(
         probes=probes(arms), dram_bytes=0, mode="sparse", durable=False, io_threads=2,
-        segment_bytes=64 << 20, disk_bytes=256 << 20,
+        segment_bytes=64 << 20, disk_bytes=256 << 20, repack_every_s=0.0,
     )  # fmt: skip
     model = model_of(checkpoint)
     return hf.attach(model, options.folder / checkpoint, Quality(), config=config)

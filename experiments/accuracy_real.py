@@ -9,7 +9,6 @@ question. Rows are chosen by the question; its choices are continuations.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -52,8 +51,8 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
         n_items = N_QUICK
     drawn = draw(load(more.task, more.data), more.shots, options.seed, n_items)
     with loading(more.model, "tokenizer does"):
-        tokenizer = AutoTokenizer.from_pretrained(more.model)
-        config = AutoConfig.from_pretrained(more.model)
+        tokenizer = AutoTokenizer.from_pretrained(more.model, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(more.model, trust_remote_code=False)
     check_family(config)
     queries = [query_of(tokenizer, drawn, item, more.task) for item in drawn.items]
     documents = documents_of(drawn.items)
@@ -61,9 +60,17 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
     shared = shared_tokens(queries, shots)
     _check_lengths(queries, shared, config)
 
-    @cache
+    opened: list[Asking | Unable] = []
+
     def asking() -> Asking:
-        return _opened(options, arms, queries, shared)
+        if not opened:
+            try:
+                opened.append(_opened(options, arms, queries, shared))
+            except Unable as err:  # for each cell the model would be loaded once more, beside it
+                opened.append(err)
+        if isinstance(opened[0], Unable):
+            raise opened[0]
+        return opened[0]
 
     params = {
         "group": where.name.replace(".", "_"), "task": more.task, "shots": more.shots,
@@ -147,9 +154,13 @@ def _opened(
 ) -> Asking:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with loading(options.more.model, "weights do"):
-        model = AutoModelForCausalLM.from_pretrained(options.more.model, dtype="auto")
+        model = AutoModelForCausalLM.from_pretrained(
+            options.more.model, dtype="auto", trust_remote_code=False
+        )
     model = model.to(device).eval()
-    config = impress.Config(probes=probes(arms), dram_bytes=0, mode="sparse", durable=False)
+    config = impress.Config(  # rows stay in the order of the importance at storing
+        probes=probes(arms), dram_bytes=0, mode="sparse", durable=False, repack_every_s=0.0,
+    )  # fmt: skip
     need = 3 * len(shared) * geometry_of(model.config, model.dtype).token_bytes
     config = config.model_copy(update={"disk_bytes": max(need, 4 * config.segment_bytes)})
     engine = hf.attach(model, options.folder / "store", Quality(), config=config)

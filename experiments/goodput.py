@@ -19,7 +19,10 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, Final
 
 import numpy as np
@@ -102,16 +105,20 @@ class Field:
         options = self._options
         asked = documents(options.seed, self._n)
         self._again = [second for _, second in asked]
-        model = make_model(options.folder / "model", CHECKPOINT)
-        at_once = [0.0] * self._n
-        for way in WAYS:
-            store, log = options.folder / f"store {way.name}", options.folder / f"{way.name}.log"
-            store.mkdir()
-            server = Server(model, way, store, log, DTYPE, max_seqs=max(LEVELS[False]))
-            self._servers.append(options.exits.enter_context(server))
-            _ask(server, [first for first, _ in asked], at_once, 4)
-            server.forget()
-            _ask(server, self._again, at_once, 8)
+        folder = Path(mkdtemp(dir=options.folder))  # after a start that failed, another
+        model = make_model(folder / "model", CHECKPOINT)
+        at_once, servers = [0.0] * self._n, list[Server]()
+        with ExitStack() as started:
+            for way in WAYS:
+                store, log = folder / f"store {way.name}", folder / f"{way.name}.log"
+                store.mkdir()
+                server = Server(model, way, store, log, DTYPE, max_seqs=max(LEVELS[False]))
+                servers.append(started.enter_context(server))
+                _ask(server, [first for first, _ in asked], at_once, 4)
+                server.forget()
+                _ask(server, self._again, at_once, 8)
+            options.exits.enter_context(started.pop_all())
+        self._servers = servers  # all of them, or none: cells compare them
 
 
 def _ask(

@@ -217,7 +217,7 @@ def main() -> int:
         ask(store, 0, Seen(), compare=True)
         print("open", flush=True)
         sys.stdin.readline()
-        beside = Writer(store, int(n_prompts))
+        beside = Writer(store, int(n_prompts) + 1000 * int(seed))  # prompts of its own
         row = measured(store, int(n_threads), float(seconds), int(n_prompts), int(seed), beside)
     print(json.dumps({**row, "written": beside.written}), flush=True)
     return 0

@@ -93,8 +93,8 @@ def at_once(reads: Sequence[Read]) -> int:
     """How many bytes of these to have under way: half of them, within bounds. Pure.
 
     A virtual disk may hand back all that it has been sent at once, when the last of it is read:
-    then one half is verified while the other is read. (3.3 MiB in 69 places: 0.86 of the time that
-    three MiB at once and the rest behind them took.)
+    then one part is verified while the next is read. (3.3 MiB in 69 places, in batches of a MiB:
+    0.86 of the time that three at once and the rest behind them took.)
     """
     if len(reads) * PAGE >= 2 * MOST_UNDER_WAY:
         return MOST_UNDER_WAY

@@ -8,18 +8,22 @@ that the policy's code calls in turn is not seen.
 
 from __future__ import annotations
 
+import copyreg
+import logging
 import secrets
 import sys
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from functools import cached_property, partial, partialmethod
 from pathlib import PurePath
 from types import (
-    BuiltinFunctionType,
     CodeType,
     FunctionType,
     GetSetDescriptorType,
@@ -29,6 +33,7 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, Final
+from uuid import UUID
 
 import numpy as np
 import xxhash
@@ -46,15 +51,15 @@ _NOT_THEIRS: Final = {"impress", *sys.stdlib_module_names}
 #: Their repr gives their address, and there is no more to tell.
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 _SLOTS: Final = (GetSetDescriptorType, MemberDescriptorType)
-#: Told in ways of their own: their repr leaves something out, or is not the same everywhere.
-_TOLD_APART: Final = (
-    set, frozenset, deque, SimpleNamespace, FunctionType, MethodType, partial, partialmethod,
-    staticmethod, classmethod, property, type, *_LOCKS,
-)  # fmt: skip
-#: Their repr tells all there is, whoever made the class.
-_SPEAK: Final = (Enum, PurePath, np.generic, np.dtype, np.ufunc, BuiltinFunctionType)
+#: Their repr tells all there is. Not their subclasses', which may hold more, or say less.
+_SPEAK: Final = {
+    type(None), type(...), bool, int, float, complex, str, bytes, range, date, datetime, time,
+    timedelta, Decimal, Fraction, UUID, np.ufunc,
+}  # fmt: skip
+_SPEAK_AS: Final = (PurePath, np.generic, np.dtype)
 _TORCHS: Final = {"torch.dtype", "torch.device", "torch.layout", "torch.memory_format"}
-_OF_PYTHON: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+#: Their repr tells all there is where that of each item does.
+_HOLD: Final = {list, tuple, dict, OrderedDict}
 #: Where torch.compile's wrapper, which refers to much of the process, has the function itself.
 _COMPILED: Final = "_torchdynamo_orig_callable"
 
@@ -70,7 +75,7 @@ def _settings(policy: Any) -> str:
     params = vars(kind).get("__dataclass_params__")
     try:
         if params is not None and params.repr:
-            said = _in_full(policy)  # whatever repr its class has
+            said = _made_of(policy, _shown(policy))  # whatever repr its class has
         else:
             # A class that is no dataclass may have a base's repr, which lacks its own settings.
             settings = (f" {name}={_told(value)}" for name, value in _state_of(policy))
@@ -80,8 +85,8 @@ def _settings(policy: Any) -> str:
         besides = [*(_hidden(policy) if is_dataclass(policy) else ()), *_of_class(kind)]
         shared = (f" {name}={_told(value)}" for name, value in besides)
         return f"{kind.__module__}.{said}{''.join(shared)}"
-    except RecursionError:
-        return f"{policy!r} {_unlike_all()}"
+    except Exception:  # it leads back to itself, or its own code fails
+        return f"{kind.__qualname__} {_unlike_all()}"
 
 
 def _does(policy: Any) -> list[str]:
@@ -130,10 +135,10 @@ def _lines(named: list[tuple[str, Any]]) -> list[str]:
 
 
 def _as_far_as(value: Any) -> str:
-    """As `_told`; for a value that leads back to itself, that it is unlike all others."""
+    """As `_told`; for a value that leads back to itself, say, that it is unlike all others."""
     try:
         return _told(value)
-    except RecursionError:
+    except Exception:
         return f"{type(value).__qualname__} {_unlike_all()}"
 
 
@@ -155,15 +160,26 @@ def _of_class(kind: type) -> list[tuple[str, Any]]:
     return sorted(found.items())
 
 
+def _shown(value: Any) -> list[tuple[str | None, Any]]:
+    """A dataclass's settings that it takes or shows, by name."""
+    told = (field.name for field in fields(value) if field.repr or field.init)
+    return [(name, getattr(value, name, None)) for name in told]
+
+
 def _hidden(value: Any) -> list[tuple[str, Any]]:
     """A dataclass's settings that it neither takes nor shows, by name: such fields, and attributes
     it has set itself beside them. Not what is computed only when asked for."""
     told = {field.name for field in fields(value) if field.repr or field.init}
     state = {field.name: getattr(value, field.name, None) for field in fields(value)}
-    state |= dict(_state_of(value))
-    kept = {name for kind in type(value).__mro__ for name, of in vars(kind).items()
+    state |= dict(_kept(value))
+    return sorted((name, state[name]) for name in state.keys() - told)
+
+
+def _kept(value: Any) -> list[tuple[str, Any]]:
+    """What an object keeps, except for what is computed only when asked for."""
+    lazy = {name for kind in type(value).__mro__ for name, of in vars(kind).items()
             if isinstance(of, cached_property)}  # fmt: skip
-    return sorted((name, state[name]) for name in state.keys() - told - kept)
+    return [(name, each) for name, each in _state_of(value) if name not in lazy]
 
 
 def _state_of(value: Any) -> list[tuple[str, Any]]:
@@ -194,9 +210,12 @@ def _told(value: Any) -> str:
     if _has_learnt(value):
         plain = type(value).__repr__ is _PLAIN_REPR
         said = type(value).__qualname__ if plain else repr(value)
-        with suppress(Exception):  # say, on a device that is gone
-            return f"{said} {_learnt({**value.state_dict(), **_beside(value)})}"
-        return said
+        try:  # what is beside first: it may lead back here, before all weights are copied
+            return f"{said} {_learnt(_beside(value))} {_learnt(value.state_dict())}"
+        except RecursionError:
+            raise
+        except Exception:  # say, on a device that is gone
+            return f"{said} {_unlike_all()}"
     if _is_array(value):
         with suppress(Exception):  # say, of no device: then its repr has to do
             rows = repr(value.tolist()).encode()  # floats in full, of whatever dtype
@@ -205,12 +224,13 @@ def _told(value: Any) -> str:
         return repr(value)
     if isinstance(value, set | frozenset):  # in an order that is the same in every process
         return f"{type(value).__qualname__}({', '.join(sorted(map(_told, value)))})"
-    if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType | None):
-        return f"{value.__qualname__} of {_told(value.__self__)}"
-    if _speaks(value):
-        return repr(value)
-    said = _in_full(value, _hidden(value) if _is_dataclass(value) else ())
-    return said if _has_parts(value) else f"{said} {_unlike_all()}"
+    if isinstance(value, logging.Logger):  # leads to all others
+        return f"logger {value.name}"
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__}"
+    if isinstance(value, Enum):
+        return f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"
+    return repr(value) if _speaks(value) else _in_full(value)
 
 
 def _code(function: FunctionType) -> str:
@@ -271,54 +291,66 @@ def _beside(module: Any) -> dict[str, Any]:
     return found
 
 
-def _in_full(value: Any, besides: Sequence[tuple[str | None, Any]] = ()) -> str:
-    named = [*_of(value), *besides]
+def _in_full(value: Any) -> str:
+    return _made_of(value, _of(value))
+
+
+def _made_of(value: Any, named: Sequence[tuple[str | None, Any]]) -> str:
     parts = (_told(part) if name is None else f"{name}={_told(part)}" for name, part in named)
     return f"{type(value).__qualname__}({', '.join(parts)})"
 
 
 def _of(value: Any) -> list[tuple[str | None, Any]]:
-    """What a value is made of, with the names of fields."""
+    """What a value is made of, with the names of fields, whatever its repr shows."""
+    kind = type(value)
     if _is_dataclass(value):
-        told = (f.name for f in fields(value) if f.repr or f.init)  # hidden settings are settings
-        return [(name, getattr(value, name, None)) for name in told]
+        return [*_shown(value), *_hidden(value)]
+    beside: list[tuple[str | None, Any]] = [] if kind in _HOLD else list(_kept(value))
+    beside += [(name, getattr(value, name)) for name in ("default_factory", "maxlen")
+               if isinstance(value, defaultdict | deque) and hasattr(value, name)]  # fmt: skip
     if isinstance(value, Mapping):
-        return [(None, part) for pair in value.items() for part in pair]
+        return [(None, part) for pair in value.items() for part in pair] + beside
     if isinstance(value, list | tuple | deque):
-        return [(None, part) for part in value]
-    return list(_state_of(value))  # whatever its repr, which need not show what it holds
+        return [(None, part) for part in value] + beside
+    bare = next(
+        (base for base in (int, float, complex, str, bytes) if isinstance(value, base)), None
+    )
+    if bare is not None:
+        return [(None, bare(value)), *beside]
+    own = kind is SimpleNamespace or _is_of_python(kind)
+    return beside if own else [*beside, (None, _pickled(value))]
 
 
-def _has_parts(value: Any) -> bool:
-    """Whether `_of` gives all there is: not of what C code holds."""
-    if isinstance(value, Mapping | list | tuple | deque):
-        return True
-    kinds = [kind for kind in type(value).__mro__ if kind not in (object, SimpleNamespace)]
-    return type(value) is object or all(kind.__flags__ & _OF_PYTHON for kind in kinds)
+def _is_of_python(kind: type) -> bool:
+    """Whether its objects hold nothing beside their dict and slots (object's own rule, where it is
+    to pickle one)."""
+    slots = len(copyreg._slotnames(kind))  # type: ignore[attr-defined]
+    places = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return not kind.__itemsize__ and kind.__basicsize__ <= object.__basicsize__ + 8 * places
+
+
+def _pickled(value: Any) -> Any:
+    """What C code holds, as it would be pickled; else what is unlike all others."""
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:
+        return _unlike_all()
+    if isinstance(reduced, str):  # found by its name
+        return f"{getattr(value, '__module__', '')}.{reduced}"
+    return [[*part] if isinstance(part, Iterator) else part for part in reduced]
 
 
 def _speaks(value: Any) -> bool:
     """Whether its repr tells all there is, the same in every process."""
     kind = type(value)
-    if isinstance(value, list | tuple | Mapping) or _is_dataclass(value):
-        shown = not _is_dataclass(value) or (_is_shown(kind) and not _hidden(value))
-        return shown and all(_speaks(part) for _, part in _of(value))
-    if _is_array(value) or isinstance(value, _TOLD_APART) or _has_learnt(value):
-        return False
-    known = isinstance(value, _SPEAK) or f"{kind.__module__}.{kind.__qualname__}" in _TORCHS
-    return known or (
-        kind.__module__ in sys.stdlib_module_names and kind.__repr__ is not _PLAIN_REPR
-    )
+    if kind in _HOLD:
+        return all(_speaks(part) for _, part in _of(value))
+    by_name = f"{kind.__module__}.{kind.__qualname__}" in _TORCHS
+    return kind in _SPEAK or isinstance(value, _SPEAK_AS) or by_name
 
 
 def _is_dataclass(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type)
-
-
-def _is_shown(kind: type) -> bool:
-    """Whether a dataclass has the repr that was made for it, with each setting in it."""
-    is_made = hasattr(kind.__repr__, "__wrapped__")
-    return is_made and all(f.repr or not f.init for f in fields(kind))
 
 
 def _is_array(value: Any) -> bool:

@@ -71,8 +71,9 @@ def outs_of_all(given: Sequence[Tensors], geometry: Geometry, n_tokens: int) -> 
         raise BadInput(f"prefetch: want {geometry.n_layers} pairs, got {n}")
     outs = [_fitting(pair, geometry, n_tokens) for pair in given]
     _check_apart(outs)
-    pairs = dict(enumerate(outs))  # copied to, perhaps over what another layer is read straight to
-    check_beside({i: o for i, o in pairs.items() if any(m is None for m in o.memory)}, pairs)
+    copied = {i: o for i, o in enumerate(outs) if any(m is None for m in o.memory)}
+    straight = {i: o for i, o in enumerate(outs) if any(m is not None for m in o.memory)}
+    check_beside(copied, straight)  # over what is there of another layer
     return outs
 
 

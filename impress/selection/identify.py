@@ -274,7 +274,8 @@ def _seen(asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _given(value: Any) -> str:
     """A tensor's shape, else what it is."""
-    return str(list(value.shape)) if hasattr(value, "to") else type(value).__name__
+    is_one = hasattr(value, "to") and hasattr(value, "shape")
+    return str(list(value.shape)) if is_one else type(value).__name__
 
 
 def _importance(asked: Asked, who: str) -> Floats:

@@ -264,10 +264,11 @@ class History:
 
     @property
     def due(self) -> bool:
-        """Whether enough requests, or bytes of the budget, were noted since the last `dump`. (One
-        span alone pushes nothing out unsaved, however large.)"""
-        full = 2 * self._unsaved_bytes > self._budget_bytes and len(self._changed) > 1
-        return full or self.tick - self._saved_tick >= SAVE_EVERY
+        """Whether enough requests, or bytes of the budget, were noted since the last `dump`. Where
+        one span alone has so many, it waits for a few: each time all of it is saved again."""
+        n = self.tick - self._saved_tick
+        full = 2 * self._unsaved_bytes > self._budget_bytes
+        return n >= SAVE_EVERY or (full and (n >= SAVE_EVERY // 64 or len(self._changed) > 1))
 
     @property
     def unsaved(self) -> bool:

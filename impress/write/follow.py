@@ -147,8 +147,7 @@ class Follower:
     def absent(self) -> None:
         """Nothing of theirs is read from here on, except headers: their writers need not wait."""
         for neighbour in self.neighbours.values():
-            neighbour.close_presence()
-            neighbour.presence = None
+            neighbour.absent()
 
     def params(self) -> list[Path]:
         """Where the others keep probe parameters."""

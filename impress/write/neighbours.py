@@ -33,6 +33,7 @@ class Neighbour:
         self.shard = shard
         self.presence: Presence | None = None
         self._unsaid = ""  # why its writer cannot be told of this process
+        self._tried_s = monotonic()
         try:
             self.presence = Presence(shard.readers)  # before the first look: all of it may be read
         except OSError as err:
@@ -89,10 +90,16 @@ class Neighbour:
         """Tell its writer how far this process has followed, and what it still holds; also where
         the disk was full before."""
         with suppress(OSError):
-            if self._unsaid:
+            if self._unsaid and monotonic() > self._tried_s + RETRY_S:
+                self._tried_s = monotonic()
                 self.presence, self._unsaid = Presence(self.shard.readers), ""
             if self.presence is not None:
                 self.presence.say(self.generation, held)
+
+    def absent(self) -> None:
+        """Nothing of it is read from here on: its writer need not wait."""
+        self.close_presence()
+        self.presence, self._unsaid = None, ""
 
     def close_presence(self) -> None:
         if self.presence is not None:

@@ -22,6 +22,7 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 
 import torch
 import vllm._custom_ops  # noqa: F401  # the kernels that this processor has
+from vllm import envs
 
 from impress.config import Config
 from impress.engines.vllm import hanging, saving, uses
@@ -1086,7 +1087,8 @@ def test_a_step_does_not_wait_for_the_store_longer_than_vllm_does(
         for load in loads:
             load.close()
         with pytest.raises(PrefixLost, match="this step has waited for the store for 30 s"):
-            ExactLoad(store, spec, 64, patience)
+            with patience.waiting():
+                pytest.fail("it waits")
         patience.renew()  # the next step
         load = ExactLoad(store, spec, 64, patience)
         load.write(0, caches[0], BlockLayout.of(caches[0], _isas()[0]))
@@ -1096,6 +1098,7 @@ def test_a_step_does_not_wait_for_the_store_longer_than_vllm_does(
 
 
 def test_half_of_what_vllm_gives_a_step_is_for_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    envs.disable_envs_cache()  # of an engine that an earlier test had in this process
     monkeypatch.delenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", raising=False)
     assert most_s() == 150
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "5")

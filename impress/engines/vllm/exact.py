@@ -42,9 +42,7 @@ class ExactLoad:
         self.spec = spec
         self._patience = patience
         self.lost = ""
-        with patience.waiting():
-            prompt = spec.prompt
-            self._lease: Lease = store.lease(prompt.tokens, prompt.extra, prompt.tenant)
+        self._lease: Lease = store.lease(spec.prompt.tokens, spec.prompt.extra, spec.prompt.tenant)
         self._session: Session | None = None
         self._placing: Placing | None = None
         self.layer_bytes = 0  # of rows on their way, a layer

@@ -43,9 +43,7 @@ class SparseRequest:
         self.lost = ""
         self.n_tokens = spec.end
         self.n_rows: list[int | None] = [None] * store.geometry.n_layers  # k of each layer
-        with patience.waiting():
-            prompt = spec.prompt
-            self._lease: Lease = store.lease(prompt.tokens, prompt.extra, prompt.tenant)
+        self._lease: Lease = store.lease(spec.prompt.tokens, spec.prompt.extra, spec.prompt.tenant)
         self._session: Session | None = None
         self.report: AccessReport | None = None
         if self._lease.n_tokens < spec.end:

@@ -97,10 +97,11 @@ class WorkerSide:
             self._streams.begin()
         for spec in plan.loads:
             try:
-                if spec.policy is not None:
-                    self.sparse.start(spec)
-                else:
-                    self.exact.start(spec)
+                with self._patience.waiting():  # for its lease
+                    if spec.policy is not None:
+                        self.sparse.start(spec)
+                    else:
+                        self.exact.start(spec)
             except ImpressError as err:
                 self._lose(spec, spec.first, str(err))
         self.exact.begin()
