@@ -51,7 +51,7 @@ from tiers.ticket import Signal, until
 log = logging.getLogger("impress")
 
 #: Longest that a slice stands back for requests under way, and how often it looks: where there is
-#: always one, a pass goes on at some 4 MiB a second.
+#: always one, a pass goes on at some 4 MiB a second (not at all where their reads always queue).
 PATIENCE_S = 0.25
 NAP_S = 0.002
 #: Leases a span must have had since it was last looked at for a background pass to look again.
