@@ -17,14 +17,7 @@ from typing import Any, Final
 
 from tiers.coalesce import RUN_BYTES, Run
 from tiers.cuda import no_device
-from tiers.queues import (
-    MOST_UNDER_WAY,
-    Completions,
-    FileOf,
-    OwnFiles,
-    ReadQueue,
-    SegmentFile,
-)
+from tiers.queues import Completions, FileOf, OwnFiles, ReadQueue, SegmentFile
 
 _TEST_TIMEOUT_S: Final = 60.0
 #: kvikio's own default is one thread; the disk of docs/decisions/0005 took eight.
@@ -92,9 +85,7 @@ class KvikioQueue(ReadQueue):
         library = _library()
         self._files: OwnFiles[Any] = OwnFiles(lambda path: library.CuFile(str(path), "r"))
 
-    def read(
-        self, batches: Iterable[list[Run]], file_of: FileOf, most: int = MOST_UNDER_WAY
-    ) -> Completions:
+    def read(self, batches: Iterable[list[Run]], file_of: FileOf, most: int = 0) -> Completions:
         for runs in batches:
             under_way: list[list[Any]] = [[] for _ in runs]
             try:

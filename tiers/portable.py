@@ -12,14 +12,7 @@ from aiofiles.threadpool import wrap
 
 from tiers.coalesce import Run
 from tiers.files import let_open
-from tiers.queues import (
-    MOST_UNDER_WAY,
-    Completions,
-    FileOf,
-    OwnFiles,
-    ReadQueue,
-    SegmentFile,
-)
+from tiers.queues import Completions, FileOf, OwnFiles, ReadQueue, SegmentFile
 
 
 class AiofilesQueue(ReadQueue):
@@ -36,9 +29,7 @@ class AiofilesQueue(ReadQueue):
         self._loop.set_default_executor(self._executor)
         self._files = OwnFiles(_opened)
 
-    def read(
-        self, batches: Iterable[list[Run]], file_of: FileOf, most: int = MOST_UNDER_WAY
-    ) -> Completions:
+    def read(self, batches: Iterable[list[Run]], file_of: FileOf, most: int = 0) -> Completions:
         for runs in batches:
             for run in runs:
                 yield run, self._loop.run_until_complete(self._read(run, file_of(run.segment)))
