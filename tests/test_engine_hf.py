@@ -1066,28 +1066,26 @@ def test_a_function_that_all_attention_calls_is_not_replaced_unseen(tmp_path, mo
 
 
 def test_float16_that_is_added_up_in_float16_is_refused(monkeypatch):
-    stub = SimpleNamespace(dtype=torch.float16, device=torch.device("cuda"))
-    hf_models.check_rounding(stub)
+    hf_models.check_rounding(torch.float16, "cuda")
     monkeypatch.setattr(
         torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=True)
     )
-    hf_models.check_rounding(SimpleNamespace(dtype=torch.float16, device=torch.device("cpu")))
-    hf_models.check_rounding(SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda")))
+    hf_models.check_rounding(torch.float16, "cpu")
+    hf_models.check_rounding(torch.bfloat16, "cuda")
     with pytest.raises(Unsupported, match="allow_fp16_accumulation = False"):
-        hf_models.check_rounding(stub)
+        hf_models.check_rounding(torch.float16, "cuda")
 
 
 @pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"])
 def test_float32_that_onednn_rounds_is_refused(monkeypatch, name):
     """torch's own setting still says "highest" then."""
-    stub = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
     for fine in ("STRICT", ""):
         monkeypatch.setenv(name, fine)
-        hf_models.check_rounding(stub)
+        hf_models.check_rounding(torch.float32, "cpu")
     monkeypatch.setenv(name, "BF16")
     with pytest.raises(Unsupported, match=r"is bf16: oneDNN .* unset it"):
-        hf_models.check_rounding(stub)
-    hf_models.check_rounding(SimpleNamespace(dtype=torch.float32, device=torch.device("cuda")))
+        hf_models.check_rounding(torch.float32, "cpu")
+    hf_models.check_rounding(torch.float32, "cuda")
 
 
 @pytest.mark.parametrize(

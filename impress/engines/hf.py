@@ -176,7 +176,7 @@ class Engine:
         """
         started = perf_counter()
         once = PromptOnce(streamer) if streamer is not None else None
-        with self._turn.request(self.model):
+        with self._turn.request(self.model), self._storing.standing_back():
             if self._closed:
                 raise ImpressError("the engine is closed")
             asked, policy = policy, self._modes.policy_of(policy)
@@ -283,7 +283,7 @@ class Engine:
         with ExitStack() as pins:
             if prefix is not None:
                 pins.callback(prefix.close)
-                self._weights.check()  # what is stored is this model's
+                self._weights.check(prompt.modules)  # what is stored is this model's
                 prefix.open(policy)
             if prefix is not None and chooses(policy):
                 raw = watch.raw if watch is not None else None
@@ -361,6 +361,7 @@ class Engine:
         options = dict(prompt.options)
         processors = [first, *(options.pop("logits_processor", None) or [])]
         criteria = [*(options.pop("stopping_criteria", None) or []), first.given]
+        cache.layers[0].begun = self._storing.go_on
         with within_positions(self.model.config, cache):
             return self.model.generate(
                 prompt.input_ids, attention_mask=torch.ones_like(prompt.input_ids),

@@ -137,6 +137,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
         self._pool = pool
         self.wait: Callable[[], None] | None = None  # for the prefix, set by the cache's load
         self.behind: Callable[[], bool] | None = None  # asked once it is there, until it is True
+        self.begun: Callable[[], None] | None = None  # called as its first rows come
         self._contiguous = contiguous
         self._rental = rental
         self._index = index
@@ -172,6 +173,8 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self._check(key_states)
         self.dtype, self.device = key_states.dtype, key_states.device
+        if self.begun is not None:
+            self.begun()
         if self.wait is not None:
             self.wait()
             self.wait = None

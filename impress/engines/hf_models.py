@@ -83,6 +83,7 @@ class Prompt:
     options: dict[str, Any]  # generate()'s other arguments
     returns_cache: bool  # the caller gets past_key_values back
     whole: str  # the setting that wants rows of every token, so that none is reused; "" for none
+    modules: tuple[Any, ...]  # the model's, as the check of this request found them
 
 
 def geometry_of(config: Any, dtype: Any) -> Geometry:
@@ -198,7 +199,7 @@ def check_request(
         if input_ids is not None:
             raise BadInput("inputs and input_ids are one argument: pass one")
         input_ids = inputs
-    _check_mode(model)
+    modules = _check_mode(model)
     ids, tokens = _check_ids(input_ids, model.config.vocab_size)
     if (mask := kwargs.pop("attention_mask", None)) is not None:
         _check_mask(mask, ids)
@@ -219,40 +220,44 @@ def check_request(
         options=kwargs,
         returns_cache=bool(setting(model, kwargs, "return_dict_in_generate")),
         whole=next((name for name in _WHOLE if setting(model, kwargs, name)), ""),
+        modules=modules,
     )
 
 
-def _check_mode(model: Any) -> None:
+def _check_mode(model: Any) -> tuple[Any, ...]:
+    """What is looked at in each request, all its modules among it, which are returned."""
     _check_attention(model.config)
     _check_causal(model.config)  # read in every forward, so it may have come after attach
     modules = modules_of(model)
     check_functions(modules)
     check_causal_modules(model, modules)
     check_eval(model, modules)
-    if torch.is_autocast_enabled(model.device.type):
+    device = model.device.type  # found by a walk of torch's, and so is the dtype: once each
+    if torch.is_autocast_enabled(device):
         raise Unsupported("torch.autocast computes keys in another precision than the model's")
-    check_rounding(model)
+    check_rounding(model.dtype, device)
+    return tuple(modules)
 
 
 #: Before Transformers 5.19 RoPE's angles are a product of float32 matrices in a model of any dtype.
 _ANGLES_BY_PRODUCT: Final = Version(transformers.__version__).release < (5, 19)
 
 
-def check_rounding(model: Any) -> None:
+def check_rounding(dtype: torch.dtype, device: str) -> None:
     """Raises Unsupported where a torch setting has a model round more than its dtype says."""
-    if (model.dtype == torch.float32 or _ANGLES_BY_PRODUCT) and _is_rounded():
+    multiplies = dtype == torch.float32 or _ANGLES_BY_PRODUCT
+    if multiplies and _is_rounded():
         raise Unsupported(
             "torch may round float32 matrices before it multiplies them, and no key tells that: "
             "call torch.set_float32_matmul_precision('highest')"
         )
-    on_cpu = model.device.type == "cpu"
-    if on_cpu and (model.dtype == torch.float32 or _ANGLES_BY_PRODUCT) and (mode := fpmath()):
+    if multiplies and device == "cpu" and (mode := fpmath()):
         raise Unsupported(
             f"ONEDNN_DEFAULT_FPMATH_MODE (or DNNL_…) is {mode}: oneDNN may round float32 matrices "
             "before it multiplies them, and no key tells that: unset it"
         )
     matmul = torch.backends.cuda.matmul
-    is_half = model.dtype == torch.float16 and model.device.type == "cuda"
+    is_half = dtype == torch.float16 and device == "cuda"
     if is_half and getattr(matmul, "allow_fp16_accumulation", False):
         raise Unsupported(
             "torch adds float16 products up in float16, and no key tells that: set "

@@ -33,6 +33,10 @@ _MASKS: Final = {
     name: getattr(masking_utils, name)
     for name in ("create_causal_mask", "create_sliding_window_causal_mask")
 }
+#: Classes whose products depend on all rows of a pass: torchao's (a pass's largest value scales
+#: all), and that of LLM.int8(). PEFT's class of the latter's name has no state.
+_FLOAT8: Final = "Float8Linear"
+_INT8: Final = "Linear8bitLt"
 #: A config that is changed later changes no module.
 INT8_ADVICE: Final = (
     "load the model with llm_int8_threshold=0.0 (of a checkpoint saved in 8 bit: in its "
@@ -48,7 +52,8 @@ def modules_of(model: Any) -> list[Any]:
         module = left.pop()
         if module is not None and id(module) not in found:
             found[id(module)] = module
-            left.extend(module._modules.values())
+            if module._modules:  # most have none
+                left.extend(module._modules.values())
     return list(found.values())
 
 
@@ -86,13 +91,15 @@ def check_causal_modules(model: Any, modules: Sequence[Any]) -> None:
             raise Unsupported(
                 f"{_name(model, module)} has is_causal=False: keys depend on what follows them"
             )
-        if type(module).__name__ == "Float8Linear":  # torchao's: a pass's largest value scales all
+    if not {kind.__name__ for kind in set(map(type, modules))} & {_FLOAT8, _INT8}:
+        return
+    for module in modules:
+        if type(module).__name__ == _FLOAT8:
             raise Unsupported(
                 f"{_name(model, module)} is a Float8Linear: keys depend on what follows them; "
                 "attach the model without it"
             )
-        int8 = type(module).__name__ == "Linear8bitLt"  # PEFT's class of this name has no state
-        state = module.__dict__.get("state") if int8 else None
+        state = module.__dict__.get("state") if type(module).__name__ == _INT8 else None
         if threshold := getattr(state, "threshold", 0):
             raise Unsupported(
                 f"{_name(model, module)} has llm_int8_threshold={threshold}: keys depend on what "
@@ -209,6 +216,8 @@ def _package(code: Any) -> str:
 def _replaced(module: Any, modules: Sequence[Any]) -> str:
     """Name of a module's own method that does something other than its class's; "" for none."""
     own = module.__dict__
+    if own.keys().isdisjoint(_CALLED):
+        return ""
     for name in _CALLED:
         if name not in own:
             continue

@@ -1,7 +1,8 @@
 """Storing what a request computed, off the request's path: one thread, a bounded line.
 
 generate() ── offer ──> | job | job | ... | ──> thread: writer, put every layer, release
-              full: skipped and counted
+      │       full: skipped and counted                       │
+      └─ until its forward begins, no layer's put ────────────┘
 
 Rows on a device are copied from there on a separate stream, beside what later requests compute.
 """
@@ -12,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from time import monotonic, sleep
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +33,10 @@ log = logging.getLogger("impress")
 _WAIT_S: Final = 30.0  # of one put, for write buffers
 _EARLIER_WAIT_S: Final = 10.0  # for an earlier store that begins alike to be READY
 _MOST_WAITING: Final = 4  # requests whose caches may be held back for storing
+#: Longest that storing stands back for a request, and how often it looks whether it may go on: the
+#: request takes no lock for it, which a signal could leave taken.
+_STANDS_BACK_S: Final = 0.05
+_LOOK_S: Final = 0.0005
 _MOST_OF_FREE: Final = 0.5  # of a device's memory: the rest is for the next requests
 
 
@@ -71,6 +77,28 @@ class StoreQueue:
         self._failed: Exception | None = None
         self._stored: dict[bytes, Stored] = {}  # of the last job, by first window
         self._is_closed = False
+        self._back_until_s = 0.0  # requests' own: no layer is begun before
+
+    @contextmanager
+    def standing_back(self) -> Iterator[None]:
+        """A request's: no layer is begun to be stored until `go_on`, or the block has ended.
+
+        What is checked, looked up and planned before a forward shares the interpreter, and maybe
+        the processors, with storing (decision 39). Writes under way go on.
+        """
+        self._back_until_s = monotonic() + _STANDS_BACK_S
+        try:
+            yield
+        finally:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """The forward has begun."""
+        self._back_until_s = 0.0
+
+    def _stand_back(self) -> None:
+        while monotonic() < self._back_until_s:
+            sleep(_LOOK_S)
 
     def job(self, cache: RowsCache, sequences: torch.Tensor, n_prompt: int, ends: Any) -> Job:
         """What there is to store of a request: whole windows, those that `Config.admit` lets in.
@@ -166,6 +194,7 @@ class StoreQueue:
         rows_of = {tokens.tobytes(): row for row, tokens in enumerate(job.tokens) if len(tokens)}
         before, self._stored = self._stored, {}
         for row in rows_of.values():
+            self._stand_back()
             tokens = job.tokens[row]
             head = tokens[: self._store.window].tobytes()
             earlier = self._stored.get(head) or before.get(head)
@@ -177,6 +206,7 @@ class StoreQueue:
                 self._stored[head] = writer.stored
                 first = writer.stored.n_tokens - writer.stored.n_new
                 for layer, rows in enumerate(job.cache.layers if writer.stored.n_new else ()):
+                    self._stand_back()
                     k, v = rows.rows(row, first, len(tokens))
                     scores = _importance(job.cache, layer, row, len(tokens))
                     writer.put(layer, first, k, v, None if scores is None else scores[first:])
