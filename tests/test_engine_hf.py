@@ -20,12 +20,13 @@ import transformers
 from conftest import said_by_a_child, wait_for_promotions
 
 import impress
-from impress.engines import hf, hf_models
+from impress.engines import hf, hf_models, hf_storing
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_prefix import StoredPrefix, end_reads
 from impress.engines.hf_storing import Job, StoreQueue
 from impress.engines.virtual import Virtual
 from impress.errors import BadInput, PrefixLost, StoreFailed, StoreMismatch, Unsupported
+from impress.write.writer import Writer
 from tiers.base import PAGE
 from tiers.errors import ReadFailed
 from tiers.slots import BufferPool
@@ -688,6 +689,48 @@ def test_a_line_that_was_closed_frees_what_it_is_offered_and_begins_no_thread(tm
         line.drain()
         assert (freed, line.n_skipped) == (["late"], 0)
         assert late.outcome.refused == "the engine is closed"
+
+
+def test_no_layer_is_begun_to_be_stored_while_a_request_comes_to_its_forward(tmp_path, monkeypatch):
+    """Beside two processors that were storing the request before, what comes before a forward took
+    twice as long, and a hit's first token came up to a tenth later."""
+    may, stands, begun, puts = threading.Event(), threading.Event(), threading.Event(), []
+    store_rows, find, put = StoreQueue._store_rows, hf.find_prefix, Writer.put
+    embed = torch.nn.Embedding.forward
+
+    def find_once_it_stands(*args):
+        if engine.last_request is not None:
+            begun.clear()
+            may.set()
+            assert stands.wait(60)
+        return find(*args)
+
+    monkeypatch.setattr(hf_storing, "_STANDS_BACK_S", 600.0)
+    monkeypatch.setattr(hf_storing, "sleep", lambda _seconds: stands.set())
+    monkeypatch.setattr(StoreQueue, "_store_rows", lambda *args: may.wait() and store_rows(*args))
+    monkeypatch.setattr(hf, "find_prefix", find_once_it_stands)
+    monkeypatch.setattr(Writer, "put", lambda *args: puts.append(begun.is_set()) or put(*args))
+    monkeypatch.setattr(torch.nn.Embedding, "forward", lambda *args: begun.set() or embed(*args))
+    with attach(tiny(), tmp_path) as engine:
+        engine.generate(prompts(200), max_new_tokens=2)
+        engine.generate(prompts(200, seed=2), max_new_tokens=2)
+        engine.flush()
+    assert puts
+    assert all(puts)
+
+
+def test_storing_does_not_stand_back_for_a_request_that_was_refused(tmp_path, monkeypatch):
+    may, store_rows, stood = threading.Event(), StoreQueue._store_rows, []
+    monkeypatch.setattr(hf_storing, "_STANDS_BACK_S", 600.0)
+    monkeypatch.setattr(hf_storing, "sleep", lambda _seconds: stood.append(1) or 1 / 0)
+    monkeypatch.setattr(StoreQueue, "_store_rows", lambda *args: may.wait() and store_rows(*args))
+    with attach(tiny(), tmp_path) as engine:
+        engine.generate(prompts(200), max_new_tokens=2)
+        with pytest.raises(Unsupported, match="num_beams"):
+            engine.generate(prompts(200), max_new_tokens=2, num_beams=2)
+        may.set()
+        engine.flush()
+        assert (engine.last_request.stored_tokens, stood) == (192, [])
 
 
 @pytest.fixture

@@ -283,7 +283,7 @@ class Engine:
         with ExitStack() as pins:
             if prefix is not None:
                 pins.callback(prefix.close)
-                self._weights.check(prompt.modules)  # what is stored is this model's
+                self._weights.check(prompt.found)  # what is stored is this model's
                 prefix.open(policy)
             if prefix is not None and chooses(policy):
                 raw = watch.raw if watch is not None else None

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, MaxLengthCriteria
 from impress.engines.hf_lengths import check_lengths
 from impress.engines.hf_modules import (
     INT8_ADVICE,
+    Found,
     check_adapters,
     check_causal_modules,
     check_eval,
@@ -83,7 +84,7 @@ class Prompt:
     options: dict[str, Any]  # generate()'s other arguments
     returns_cache: bool  # the caller gets past_key_values back
     whole: str  # the setting that wants rows of every token, so that none is reused; "" for none
-    modules: tuple[Any, ...]  # the model's, as the check of this request found them
+    found: Found  # the model's modules, as the check of this request found them
 
 
 def geometry_of(config: Any, dtype: Any) -> Geometry:
@@ -114,12 +115,12 @@ def check_model(model: Any) -> None:
     if not model.can_generate():
         raise Unsupported(f"{type(model).__name__} cannot generate: load the causal LM class")
     check_adapters(model)
-    modules = modules_of(model)
-    check_causal_modules(model, modules)
-    if said := foreign_code(model, modules):
+    found = modules_of(model)
+    check_causal_modules(model, found)
+    if said := foreign_code(model, found):
         raise Unsupported(said)
     _check_attention(model.config)
-    check_functions(modules)
+    check_functions(found)
 
 
 def check_family(config: Any) -> None:
@@ -199,7 +200,7 @@ def check_request(
         if input_ids is not None:
             raise BadInput("inputs and input_ids are one argument: pass one")
         input_ids = inputs
-    modules = _check_mode(model)
+    found = _check_mode(model)
     ids, tokens = _check_ids(input_ids, model.config.vocab_size)
     if (mask := kwargs.pop("attention_mask", None)) is not None:
         _check_mask(mask, ids)
@@ -220,23 +221,25 @@ def check_request(
         options=kwargs,
         returns_cache=bool(setting(model, kwargs, "return_dict_in_generate")),
         whole=next((name for name in _WHOLE if setting(model, kwargs, name)), ""),
-        modules=modules,
+        found=found,
     )
 
 
-def _check_mode(model: Any) -> tuple[Any, ...]:
+def _check_mode(model: Any) -> Found:
     """What is looked at in each request, all its modules among it, which are returned."""
     _check_attention(model.config)
     _check_causal(model.config)  # read in every forward, so it may have come after attach
-    modules = modules_of(model)
-    check_functions(modules)
-    check_causal_modules(model, modules)
-    check_eval(model, modules)
-    device = model.device.type  # found by a walk of torch's, and so is the dtype: once each
+    found = modules_of(model)
+    check_functions(found)
+    check_causal_modules(model, found)
+    check_eval(model, found)
+    # As model.device and model.dtype say, which walk the model again.
+    first = next(one for one in found.tensors if isinstance(one, torch.nn.Parameter))
+    device = first.device.type
     if torch.is_autocast_enabled(device):
         raise Unsupported("torch.autocast computes keys in another precision than the model's")
-    check_rounding(model.dtype, device)
-    return tuple(modules)
+    check_rounding(first.dtype if first.is_floating_point() else model.dtype, device)
+    return found
 
 
 #: Before Transformers 5.19 RoPE's angles are a product of float32 matrices in a model of any dtype.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from inspect import unwrap
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.nn.modules import module as every
@@ -44,23 +44,62 @@ INT8_ADVICE: Final = (
 )
 
 
-def modules_of(model: Any) -> list[Any]:
-    """Every module once. torch's own walk takes three times as long: it makes their names."""
-    found: dict[int, Any] = {}
+class Found(NamedTuple):
+    """A model's modules and tensors as one walk found them, each once, in torch's own order.
+
+    What each request looks at: walks of their own took twice as long, most of it waiting for code
+    and objects that the forward before drove out of the processor's caches.
+    """
+
+    modules: list[Any]
+    classes: list[type]
+    """Of these modules, except torch.compile's wrappers."""
+    kinds: dict[type, Any]
+    """The same without repetition, each with its first module."""
+    odd: list[Any]
+    """Modules where a flag, a hook or a method of their own is set: others compute what their class
+    and tensors say."""
+    tensors: list[torch.Tensor]
+    """Parameters and buffers."""
+
+
+def modules_of(model: Any) -> Found:
+    """torch's own walk takes several times as long: it makes names."""
+    seen: dict[int, Any] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    classes: list[type] = []
+    odd: list[Any] = []
     left = [model]
     while left:
         module = left.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            if module._modules:  # most have none
-                left.extend(module._modules.values())
-    return list(found.values())
+        if module is None or id(module) in seen:
+            continue
+        seen[id(module)] = module
+        classes.append(type(module))
+        own = module.__dict__
+        if (
+            own.get("training", True) or not own.get("is_causal", True)
+            or own.get("_forward_hooks", True) or own.get("_forward_pre_hooks", True)
+            # _CALLED, spelled out: a loop over it takes half as long as all else here.
+            or "forward" in own or "generate" in own or "prepare_inputs_for_generation" in own
+        ):  # fmt: skip
+            odd.append(module)
+        for kept in (module._parameters, module._buffers):
+            if kept:  # most have none
+                for tensor in kept.values():
+                    if tensor is not None:
+                        tensors[id(tensor)] = tensor
+        if parts := module._modules:
+            left.extend(reversed(parts.values()))
+            if "_orig_mod" in parts:
+                classes.pop()
+    kinds = {type(module): module for module in reversed(seen.values())}
+    return Found(list(seen.values()), classes, kinds, odd, list(tensors.values()))
 
 
-def of_package(modules: Sequence[Any], package: str) -> Any:
-    """The first module whose class is of a package, or None: some ten classes are looked at."""
-    kinds = {kind for kind in set(map(type, modules)) if _package(kind) == package}
-    return next((m for m in modules if type(m) in kinds), None) if kinds else None
+def of_package(found: Found, package: str) -> Any:
+    """A module whose class is of a package, or None."""
+    return next((m for kind, m in found.kinds.items() if _package(kind) == package), None)
 
 
 def bare(model: Any) -> Any:
@@ -68,32 +107,33 @@ def bare(model: Any) -> Any:
 
     They hand `generate` on to it: their own forward, and its hooks, are bypassed.
     """
-    return next((m for m in modules_of(model) if isinstance(m, PreTrainedModel)), model)
+    modules = modules_of(model).modules
+    return next((m for m in modules if isinstance(m, PreTrainedModel)), model)
 
 
-def check_eval(model: Any, modules: Sequence[Any]) -> None:
+def check_eval(model: Any, found: Found) -> None:
     """Raises Unsupported where one is in training mode, as adapters added after eval() are."""
-    for module in modules:
+    for module in found.odd:
         if module.training:
             raise Unsupported(
                 f"{_name(model, module)} is in training mode (dropout): call model.eval()"
             )
 
 
-def check_causal_modules(model: Any, modules: Sequence[Any]) -> None:
+def check_causal_modules(model: Any, found: Found) -> None:
     """Raises Unsupported where a token's keys depend on those after it, whatever the config says.
 
     torch's sdpa uses a module's is_causal where there is no mask. LLM.int8() uses a threshold that
     each module got at loading: a column where any row of a pass exceeds it is float in all rows.
     """
-    for module in modules:
+    for module in found.odd:
         if not module.__dict__.get("is_causal", True):
             raise Unsupported(
                 f"{_name(model, module)} has is_causal=False: keys depend on what follows them"
             )
-    if not {kind.__name__ for kind in set(map(type, modules))} & {_FLOAT8, _INT8}:
+    if not {kind.__name__ for kind in found.kinds} & {_FLOAT8, _INT8}:
         return
-    for module in modules:
+    for module in found.modules:
         if type(module).__name__ == _FLOAT8:
             raise Unsupported(
                 f"{_name(model, module)} is a Float8Linear: keys depend on what follows them; "
@@ -129,13 +169,13 @@ def check_adapters(model: Any) -> None:
             )
 
 
-def check_functions(modules: Sequence[Any]) -> None:
+def check_functions(found: Found) -> None:
     """Raises Unsupported where a function that every module's attention calls was replaced."""
-    for kind in set(map(type, modules)):
+    for kind in found.kinds:
         if (file := _file_of(kind)) is not None:
             _check_file(file)
     functional, masks = torch.nn.functional, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    for where, found, own in (
+    for where, there, own in (
         ("torch.nn.functional.scaled_dot_product_attention",
          functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention),
         ("attention function sdpa", ALL_ATTENTION_FUNCTIONS.get("sdpa"), sdpa_attention_forward),
@@ -143,7 +183,7 @@ def check_functions(modules: Sequence[Any]) -> None:
         ("mask function sdpa", masks.get("sdpa"), masking_utils.sdpa_mask),
         ("mask function eager", masks.get("eager"), masking_utils.eager_mask),
     ):  # fmt: skip
-        if found is not own:
+        if there is not own:
             raise _was_replaced(where)
 
 
@@ -174,28 +214,29 @@ def _was_replaced(what: str) -> Unsupported:
     )
 
 
-def foreign_code(model: Any, modules: Sequence[Any]) -> str:
+def foreign_code(model: Any, found: Found) -> str:
     """One line that says what to do where a module computes by more than its class; else empty.
 
     A class that was patched as a whole is not noticed.
     """
-    said = ""
-    if (remote := of_package(modules, _REMOTE)) is not None:
+    if (remote := of_package(found, _REMOTE)) is not None:
         return _remote(_name(model, remote))
     if _foreign([*every._global_forward_hooks.values(), *every._global_forward_pre_hooks.values()]):
-        said = "every module has a forward hook"
-    for module in modules:
+        return _to_remove("every module has a forward hook")
+    for module in found.odd:
         hooks, before = module._forward_hooks, module._forward_pre_hooks
         if (hooks or before) and _foreign([*hooks.values(), *before.values()]):
-            said = f"{_name(model, module)} has a forward hook"
-        elif name := _replaced(module, modules):
+            return _to_remove(f"{_name(model, module)} has a forward hook")
+        if name := _replaced(module, found.modules):
             own = module.__dict__[name]  # custom_generate/generate.py comes in a partial
             if _package(getattr(own, "func", own)) == _REMOTE:
                 return _remote(f"{name} of {_name(model, module)}")
-            said = f"{_name(model, module)} has a {name} of its own"
-        if said:
-            return f"{said}, and no key tells what that computes: remove it"
+            return _to_remove(f"{_name(model, module)} has a {name} of its own")
     return ""
+
+
+def _to_remove(said: str) -> str:
+    return f"{said}, and no key tells what that computes: remove it"
 
 
 def _remote(what: str) -> str:
@@ -216,8 +257,6 @@ def _package(code: Any) -> str:
 def _replaced(module: Any, modules: Sequence[Any]) -> str:
     """Name of a module's own method that does something other than its class's; "" for none."""
     own = module.__dict__
-    if own.keys().isdisjoint(_CALLED):
-        return ""
     for name in _CALLED:
         if name not in own:
             continue

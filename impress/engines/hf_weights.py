@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from impress.engines.hf_modules import (
+    Found,
     check_adapters,
     check_causal_modules,
     check_eval,
@@ -41,41 +42,43 @@ class Weights:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        modules = modules_of(model)
-        tensors = _tensors(modules)
+        found = modules_of(model)
+        tensors = found.tensors
         # Weak: what was replaced is to be freed; what is gone never passes for what took its place.
         self._refs = [weakref.ref(tensor) for tensor in tensors]
         self._places = _places(tensors)
         self._host = _HostSamples([tensor for tensor in tensors if _is_plain(tensor)])
         self._others = [i for i, tensor in enumerate(tensors) if not _is_plain(tensor)]
         self._samples = self._sampled(tensors)
-        self._adapter = _adapter(model, modules)
-        self._kinds = _kinds(modules)
+        self._adapter = _adapter(model, found)
+        self._classes = found.classes
         self._n_layers = _n_layers(model)
 
-    def check(self, looked_at: Sequence[Any] | None = None) -> None:
+    def check(self, found: Found | None = None) -> None:
         """Called in every request. Raises StoreMismatch where weights have changed or code has come
         to a module, and Unsupported where a module is in training mode or sees what follows, or
-        such an adapter was added. `looked_at`: the model's modules, where the request's own check
-        (`hf_models.check_request`) has just found none of those.
+        such an adapter was added. `found`: the model's modules, where the request's own check
+        (`hf_models.check_request`) has just looked at them.
         """
         check_adapters(self._model)
-        if (modules := looked_at) is None:
-            modules = modules_of(self._model)
-            check_causal_modules(self._model, modules)
-            check_eval(self._model, modules)
-        if said := foreign_code(self._model, modules):
+        if found is None:
+            found = modules_of(self._model)
+            check_causal_modules(self._model, found)
+            check_eval(self._model, found)
+        if said := foreign_code(self._model, found):
             raise StoreMismatch(f"the model changed since attach(): {said}")
-        if self._changed(modules):
+        if self._changed(found):
             raise StoreMismatch("the model's weights changed since attach(): attach it again")
 
-    def _changed(self, modules: Sequence[Any]) -> bool:
+    def _changed(self, found: Found) -> bool:
         """On a GPU this takes one copy from it."""
-        if _kinds(modules) != self._kinds:  # over the same tensors
+        # Over the same tensors. Modules without any count, too: an activation, or a wrapper that
+        # changes a layer's rows.
+        if found.classes != self._classes:
             return True
         if _n_layers(self._model) != self._n_layers:  # it decides what a forward runs
             return True
-        tensors = _tensors(modules)
+        tensors = found.tensors
         if len(tensors) != len(self._refs):
             return True
         if any(ref() is not tensor for ref, tensor in zip(self._refs, tensors, strict=True)):
@@ -85,7 +88,7 @@ class Weights:
         # Not before: memory can be looked at only where each tensor still has what it had.
         if self._sampled(tensors) != self._samples:
             return True
-        return _adapter(self._model, modules) != self._adapter
+        return _adapter(self._model, found) != self._adapter
 
     def _sampled(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
         """Samples of all tensors: on the host where they lie, others in one copy per device."""
@@ -137,20 +140,14 @@ def _span(
     return np.asarray(_Memory(first, size, int(index.max()) + 1)), index
 
 
-def _kinds(modules: Sequence[Any]) -> list[type]:
-    """The classes of all modules, except torch.compile's wrappers. Modules without tensors count,
-    too: an activation, or a wrapper that changes a layer's rows."""
-    return [type(module) for module in modules if "_orig_mod" not in module._modules]
-
-
 def _n_layers(model: Any) -> int | None:
     """How many of its layers a Transformers model runs."""
     return getattr(model.config, "num_hidden_layers", None)
 
 
-def _adapter(model: Any, modules: Sequence[Any]) -> list[list[str]]:
+def _adapter(model: Any, found: Found) -> list[list[str]]:
     """The settings of PEFT's layers, if there are any: their names take a walk of torch's own."""
-    return [] if of_package(modules, "peft") is None else adapter_settings(model)
+    return [] if of_package(found, "peft") is None else adapter_settings(model)
 
 
 def _spread(n: int) -> tuple[int, int]:
@@ -162,18 +159,6 @@ def _spread(n: int) -> tuple[int, int]:
 def _is_plain(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in _PLAIN and tensor.device.type == "cpu" and tensor.data_ptr() != 0
     return plain and tensor.is_contiguous() and tensor.element_size() in _WORDS
-
-
-def _tensors(modules: Sequence[Any]) -> list[torch.Tensor]:
-    """Parameters and buffers, each once though several modules have it."""
-    found: dict[int, torch.Tensor] = {}
-    for module in modules:
-        for own in (module._parameters, module._buffers):
-            if own:  # most have none
-                for tensor in own.values():
-                    if tensor is not None:
-                        found[id(tensor)] = tensor
-    return list(found.values())
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -123,8 +124,11 @@ def layout_of(
     geometry: Geometry, window: int, n_windows: int, probes: Sequence[ProbeRecord]
 ) -> SpanLayout:
     """Where rows and probe records of a span of `n_windows` lie."""
-    probe_bytes = [probe.window_bytes(window) for probe in probes]
-    return SpanLayout.of(geometry, window, n_windows, probe_bytes)
+    probe_bytes = tuple([probe.window_bytes(window) for probe in probes])
+    return _layout_of(geometry, window, n_windows, probe_bytes)
+
+
+_layout_of = lru_cache(1024)(SpanLayout.of)  # asked by every lease, for each of its spans
 
 
 def meta_bytes(n_parts: int, n_windows: int, window: int, n_layers: int, n_sums: int) -> int:
