@@ -97,7 +97,7 @@ def behind(
 
 def stored_prefix(store: PrefixStore, tokens: Sequence[int], policy: Policy) -> StoredPrefix:
     """The longest stored prefix of a prompt under a policy, its reads begun. Raises Unable."""
-    prefix = find_prefix(store, [np.array(tokens, dtype=np.int32)])
+    prefix, _ = find_prefix(store, [np.array(tokens, dtype=np.int32)])
     if prefix is None:
         raise Unable("the prefix is not in the store: it needs at least one whole window")
     prefix.open(policy)

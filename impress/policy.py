@@ -110,7 +110,9 @@ class KeepAll:
 
 @dataclass(frozen=True, slots=True)
 class AllHeads:
-    """H2O: all keys of the layer are read; the top `keep` by the column sums of all heads."""
+    """H2O, simplified: all keys of the layer are read; the top `keep` by the column sums of all
+    heads. One set for all heads, chosen once and with no share for the newest tokens, where H2O has
+    a set per head, keeps the newest, and goes on while decoding."""
 
     keep: float = 0.25
     name: str = _fixed("all_heads")
@@ -155,7 +157,7 @@ class StaticH2O:
     """The top `keep` by the importance given when the prefix was stored, whatever the query.
 
     The Transformers engine gives the attention of the prompt's last 16 rows (hf_observed), where
-    H2O takes that of all rows. The same as SnapWindow(pool=1).
+    H2O takes that of all rows. Simplified as `AllHeads` is. The same as SnapWindow(pool=1).
     """
 
     keep: float = 0.25

@@ -20,6 +20,7 @@ from impress.engines.choice import Rates, decide, forced
 from impress.engines.costs import KNOWN, MODES, Fit, Span, Stored
 from impress.engines.hf_mode import Modes
 from impress.policy import Exact, Paper, Recency
+from tiers.errors import ReadFailed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -130,6 +131,18 @@ def test_a_cold_read_that_came_first_is_not_forgotten_for_warm_ones():
     for _ in range(250):
         fit.note((1, 100, 0), 1.0)
     assert fit.seconds((1, 100, 100)) > 4.0
+
+
+def test_the_first_cold_read_of_all_is_believed_however_many_warm_ones_went_before():
+    """It counted as twice a warm one, so some ten cold prefixes were read at three times what
+    computing them took."""
+    fit = Fit(3)
+    for _ in range(300):
+        fit.note((1, 100, 0), 0.01)
+    fit.note((1, 100, 100), 0.4)
+    assert fit.seconds((1, 100, 100)) == pytest.approx(0.4, rel=0.05)
+    fit.note((1, 100, 100), 4.0)  # a stall, now that it is known
+    assert fit.seconds((1, 100, 100)) < 0.8
 
 
 # --- deciding -------------------------------------------------------------------------------------
@@ -604,6 +617,30 @@ def test_a_miss_says_so(tmp_path):
     with attach_in("auto", model_of("llama"), tmp_path) as engine:
         engine.generate(request_ids(), max_new_tokens=1)
         assert engine.last_request.why == "recompute: nothing of the prompt is stored"
+
+
+def test_a_miss_says_which_it_was(tmp_path, monkeypatch):
+    """All of these said that nothing of the prompt was stored."""
+    ids = request_ids()
+    with hf.attach(model_of("llama"), tmp_path, config=CONFIG) as engine:
+
+        def why(asked):
+            engine.generate(asked, max_new_tokens=1)
+            assert engine.last_request.hit_tokens == 0
+            return engine.last_request.why
+
+        assert why(ids[:, :64]) == "recompute: the prompt has no whole window before its last token"
+        assert why(ids) == "recompute: nothing of the prompt is stored"
+        engine.flush()
+        both = torch.cat([ids, ids.flip(1)])
+        assert why(both) == "recompute: not every prompt of the batch is stored"
+        engine.flush()
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.store._pool, "is_stuck", lambda _limit_s: True)
+            assert why(ids) == "recompute: the store's disk does not answer"
+        failed = {span: ReadFailed("eio", "no") for span in range(100)}
+        monkeypatch.setattr(engine.store._tables, "of", lambda *_args: failed)
+        assert why(ids) == "recompute: what is stored of the prompt could not be read"
 
 
 def test_the_wait_for_a_turn_is_in_the_ttft_and_in_no_estimate(tmp_path, monkeypatch):

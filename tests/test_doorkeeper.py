@@ -100,10 +100,16 @@ def test_an_engine_stores_at_the_second_use(tmp_path: Path) -> None:
     model, ids = tiny(), prompts(40)
     config = impress.Config(window=16, admit="second", mode="exact", segment_bytes=1 << 20)
     with attach(model, tmp_path / "store", config=config) as engine:
-        lookups = []
+        lookups, refused = [], []
         for _ in range(3):
             engine.generate(ids, max_new_tokens=2)
             engine.flush()
             lookups.append(engine.store.lookup(ids[0].numpy()))
+            assert engine.last_request is not None
+            refused.append(engine.last_request.refused)
         assert lookups == [0, 32, 32]
+        assert refused == ['Config.admit is "second", and this is the first use', "", ""]
+        engine.generate(ids[:, :8], max_new_tokens=2)
+        assert engine.last_request.refused == "it has no whole window of 16 tokens"
+        engine.generate(ids, max_new_tokens=2)
         assert engine.last_request is not None and engine.last_request.hit_tokens == 32

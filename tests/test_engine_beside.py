@@ -213,24 +213,24 @@ def test_a_model_with_more_layers_may_be_run_within_a_request(tmp_path, mode):
 
 
 @dataclass(frozen=True)
-class Every:
-    """Names every row, so that a choice was made and nothing is left out."""
+class AllButOne:
+    """Leaves out one row, so that there is a choice to be weighed, and hardly anything changes."""
 
-    name: str = field(default="every", repr=False)
+    name: str = field(default="all_but_one", repr=False)
     needs_suffix_lse: bool = field(default=False, repr=False)
     probe: str | None = field(default=None, repr=False)
 
 
 @select.register
-def _(policy: Every, asked: Asked) -> Selection:
-    return Selection(np.arange(asked.n_tokens), 0.0, 0.0, False, "given")
+def _(policy: AllButOne, asked: Asked) -> Selection:
+    return Selection(np.arange(1, asked.n_tokens), 0.01, 0.01, False, "given")
 
 
 def test_another_run_of_the_model_is_no_part_of_an_answer_that_is_run_again(tmp_path, monkeypatch):
     """The guard took the run for passes of the request: tokens were said to have flipped."""
     monkeypatch.setattr(guard, "RERUN_EVERY", 1)
     model = model_of("llama")
-    with guarded(model, tmp_path, Every(), guard_shadows=1) as engine:
+    with guarded(model, tmp_path, AllButOne(), guard_shadows=1) as engine:
         engine.generate(prompts(200), max_new_tokens=1, policy=Exact())
         engine.flush()
         ask(engine)
@@ -238,4 +238,4 @@ def test_another_run_of_the_model_is_no_part_of_an_answer_that_is_run_again(tmp_
         assert request.mode == "sparse"
         ledger = ledger_of(engine)
     assert (ledger["reruns"], ledger["compared"], ledger["flips"]) == (1, 8, 0)
-    assert ledger["worst_kl"] < 1e-6
+    assert ledger["worst_kl"] < 1e-3  # of the row that is left out

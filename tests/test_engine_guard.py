@@ -265,7 +265,7 @@ def test_a_long_sparse_request_is_weighed_by_what_it_was_served(open_store):
     query[:, :-n_question, 0] = query[:, -n_question:, 1] = 4.0
     store.store(tokens[:128], [keys], [keys]).wait(60)
     policy = Quality()
-    prefix = find_prefix(store, [tokens])
+    prefix, _ = find_prefix(store, [tokens])
     prefix.open(policy)
     prefix.seen = {}
     served, _ = prefix.choose(0, query, new_keys, 1.0)

@@ -1108,15 +1108,81 @@ def test_a_function_that_all_attention_calls_is_not_replaced_unseen(tmp_path, mo
     assert not (tmp_path / "store").exists()
 
 
+def test_a_model_that_another_thread_made_see_what_follows_stores_nothing(tmp_path):
+    """Continuous batching does so for each of its steps, through the config that all share: rows
+    of such a request were stored under the model's own name."""
+    model, ids = tiny(), prompts(200)
+
+    class Meanwhile(transformers.LogitsProcessor):
+        def __call__(self, _ids, scores):
+            model.config.is_causal = False
+            return scores
+
+    with attach(model, tmp_path) as engine:
+        with pytest.raises(Unsupported, match="is_causal=False"):
+            engine.generate(ids, max_new_tokens=2, logits_processor=[Meanwhile()])
+        engine.flush()
+        assert engine.store.lookup(ids[0].numpy()) == 0
+
+
+def test_criteria_given_one_by_one_are_kept_to(tmp_path):
+    """They were looked at before their time, and then there were none left: the answer went on."""
+
+    class Stop(transformers.StoppingCriteria):
+        def __call__(self, ids, _scores, **_named):
+            return torch.full((len(ids),), ids.shape[1] >= 203)
+
+    with attach(tiny(), tmp_path) as engine:
+        for criteria in ([Stop()], iter([Stop()])):
+            out = engine.generate(prompts(200), max_new_tokens=30, stopping_criteria=criteria)
+            assert out.shape[1] == 203
+
+
+@pytest.mark.parametrize("module", ["FourOverSixLinear", "NVFP4Linear"])
+def test_quantizers_that_the_config_does_not_tell_of_are_refused(tmp_path, module):
+    """Put in place by their library's own function, they leave no word in the config; a pass's
+    largest value scales all of it."""
+    model = tiny()
+    of_another_class(model, module)
+    with pytest.raises(Unsupported, match=f"is a {module}: keys depend on what follows"):
+        attach(model, tmp_path / "store")
+
+
+def test_a_rotation_by_the_prompts_length_is_refused_whatever_the_config_says(tmp_path):
+    model = tiny()
+    model.model.rotary_emb.rope_type = "dynamic"
+    with pytest.raises(Unsupported, match="RoPE type 'dynamic', which rotates keys by the prompt"):
+        attach(model, tmp_path / "store")
+
+
+def of_dtype(*dtypes):
+    """What a walk finds in a model with a matrix of each dtype."""
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False, dtype=one) for one in dtypes])
+    return hf_models.modules_of(model)
+
+
+def test_float32_matrices_in_a_model_of_16_bits_are_not_to_be_rounded_either(monkeypatch):
+    """The first parameter's dtype spoke for all: PEFT keeps an adapter's in 32 bits, and
+    bitsandbytes may compute in them."""
+    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
+    monkeypatch.setattr(hf_models, "_ANGLES_BY_PRODUCT", False)
+    hf_models.check_rounding(of_dtype(torch.bfloat16), "cpu")
+    computed = of_dtype(torch.bfloat16)
+    computed.modules[-1].compute_dtype = torch.float32
+    for found in (of_dtype(torch.bfloat16, torch.float32), computed):
+        with pytest.raises(Unsupported, match="oneDNN may round float32"):
+            hf_models.check_rounding(found, "cpu")
+
+
 def test_float16_that_is_added_up_in_float16_is_refused(monkeypatch):
-    hf_models.check_rounding(torch.float16, "cuda")
+    hf_models.check_rounding(of_dtype(torch.float16), "cuda")
     monkeypatch.setattr(
         torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=True)
     )
-    hf_models.check_rounding(torch.float16, "cpu")
-    hf_models.check_rounding(torch.bfloat16, "cuda")
+    hf_models.check_rounding(of_dtype(torch.float16), "cpu")
+    hf_models.check_rounding(of_dtype(torch.bfloat16), "cuda")
     with pytest.raises(Unsupported, match="allow_fp16_accumulation = False"):
-        hf_models.check_rounding(torch.float16, "cuda")
+        hf_models.check_rounding(of_dtype(torch.float16), "cuda")
 
 
 @pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"])
@@ -1124,11 +1190,11 @@ def test_float32_that_onednn_rounds_is_refused(monkeypatch, name):
     """torch's own setting still says "highest" then."""
     for fine in ("STRICT", ""):
         monkeypatch.setenv(name, fine)
-        hf_models.check_rounding(torch.float32, "cpu")
+        hf_models.check_rounding(of_dtype(torch.float32), "cpu")
     monkeypatch.setenv(name, "BF16")
     with pytest.raises(Unsupported, match=r"is bf16: oneDNN .* unset it"):
-        hf_models.check_rounding(torch.float32, "cpu")
-    hf_models.check_rounding(torch.float32, "cuda")
+        hf_models.check_rounding(of_dtype(torch.float32), "cpu")
+    hf_models.check_rounding(of_dtype(torch.float32), "cuda")
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,7 @@ def test_nothing_computed_on_a_sparse_prefix_is_stored_or_handed_out(tmp_path, p
         tokens = engine.store.stats()["tokens"]
         out = engine.generate(ids, max_new_tokens=60, **LOGITS)
         assert out.past_key_values is None
+        assert "past_key_values" not in out  # nor as an item, where it was
         assert n_stored(engine, out.sequences) == HIT
         assert engine.store.stats()["tokens"] == tokens
         assert "never stored" in engine.last_request.refused

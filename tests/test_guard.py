@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 import impress
 from impress.policy import AllHeads, Exact, Paper, Quality, Recency, StaticH2O
 from impress.quality.guard import STATES, Ledger, Rerun, Weighed, upper_limit
-from impress.quality.ledgers import Entry, Ledgers, decode, decoded, encode
+from impress.quality.ledgers import Entry, Ledgers, decode, decoded, encode, target_of
 from impress.quality.names import name_of
 from impress.selection import probes
 from impress.selection.identify import select
@@ -811,3 +811,11 @@ def test_policies_that_differ_behind_a_long_start_have_ledgers_of_their_own():
     ledgers, config = Ledgers(), impress.Config()
     long, other = Layered((0.25,) * 80), Layered((0.25,) * 70 + (0.01,) * 10)
     assert ledgers.open(NAMESPACE, long, config) != ledgers.open(NAMESPACE, other, config)
+
+
+def test_a_bound_is_what_the_policy_says_in_whatever_type_of_number() -> None:
+    """One of NumPy's was passed over, and the operator's taken for it: five times as much."""
+    config = impress.Config()
+    for own, want in ((np.float32(0.02), 0.02), (Fraction(1, 50), 0.02), (None, 0.1)):
+        policy = SimpleNamespace(max_missing_mass=own)
+        assert target_of(policy, config) == pytest.approx(want)

@@ -259,7 +259,7 @@ def test_an_interrupted_close_of_an_engines_prefix_releases_its_leases(
     store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut off in a wait for reads: what they pinned could not be evicted until their time limit."""
-    prefix = find_prefix(store, [np.append(TOKENS, 1).astype(np.int32)] * 2)
+    prefix, _ = find_prefix(store, [np.append(TOKENS, 1).astype(np.int32)] * 2)
     assert prefix is not None
     prefix.open(Exact())
     monkeypatch.setattr(Session, "close", once(Session.close))

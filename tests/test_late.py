@@ -126,7 +126,9 @@ def test_the_prompts_of_a_batch_wait_for_a_disk_that_hangs_together(
     store: impress.PrefixStore, disk: SlowDisk
 ) -> None:
     """Each prompt's reads were given a limit of their own, one after the other."""
-    prefix = find_prefix(store, [np.append(prompt(N, seed), 1).astype(np.int32) for seed in (0, 1)])
+    prefix, _ = find_prefix(
+        store, [np.append(prompt(N, seed), 1).astype(np.int32) for seed in (0, 1)]
+    )
     assert prefix is not None
     disk.hangs = True
     prefix.open(Exact())

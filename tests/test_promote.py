@@ -613,6 +613,18 @@ def test_the_guards_reads_are_no_use_of_what_they_read(open_store: Open) -> None
     assert ask(store, weighed, Exact())[1] == {"ssd": 2 * N}
 
 
+def test_all_rows_given_one_by_one_are_no_evidence(open_store: Open) -> None:
+    """A policy that kept 512 rows of each prefix was trusted after hits of no more, none of which
+    it had chosen from; and then answered one of thousands."""
+    store = open_store(GEOMETRY)
+    put_prompt(store, prompt(N, 1)).wait(60)
+    chosen = Selection(np.arange(N), 0.0, 0.0, fell_back=False, reason="given")
+    seen = Seen(torch.zeros(4, 1, 64), 1.0, torch.zeros(4, 1), chosen)
+    with store.lease(prompt(N, 1)) as lease, ShadowSession(lease, Named((0,))) as session:
+        assert lease.n_tokens == N
+        assert session.weigh(0, seen) is None
+
+
 def test_a_chunk_in_two_tiers_leaves_the_slower_one() -> None:
     """Two overlapping requests had it copied to DRAM and to HBM; each later one gave back its pin
     in DRAM, which made it the last to go there."""

@@ -395,6 +395,20 @@ def test_a_request_that_went_another_way_tells_nothing() -> None:
     assert rates._regime._n == begun + 1
 
 
+def test_what_could_gain_too_little_to_turn_for_it_is_chosen_as_before() -> None:
+    """In the second regime short prefixes were read whole at twice the time, under the 20 ms from
+    which on a mode is left, and as no such request counted, none could turn it back."""
+    rates = Rates()
+    stored = Stored(64, 32, 1 << 20, 0, (span(1, 1 << 20),), 1 << 22)
+    rates.note_forward("recompute", 74, 0.04)
+    for mode, read_s in (("sparse", 0.006), ("exact", 0.015)):
+        for _ in range(5):
+            rates.note_forward(mode, 10, 0.001)
+            rates.note_read(mode, stored, read_s)
+    rates._regime.whole = True
+    assert rates.choose("sparse", 74, stored).mode == "sparse"
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_an_engine_reads_whole_what_its_caches_would_hold(tmp_path: Path) -> None:
     model, ids = model_of("llama"), request_ids()

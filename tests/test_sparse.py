@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -153,6 +154,41 @@ def test_keys_that_were_all_read_come_as_they_were_read_to_who_asks_so(
                 assert read == [line["bytes"] for line in lines]
     assert store._pool.idle(60) and store.buffers.used_bytes == 0
     store.check()
+
+
+@dataclass(frozen=True)
+class EverySecond:
+    """Looks at all keys, and takes every second row."""
+
+    name: str = "every_second"
+    needs_suffix_lse: bool = False
+    probe: None = None
+
+
+@select.register
+def _(policy: EverySecond, asked: Asked) -> Selection:
+    assert asked.all_keys().shape[1] == asked.n_tokens
+    chosen = np.arange(0, asked.n_tokens, 2)
+    return Selection(chosen, math.nan, math.nan, fell_back=False, reason="given")
+
+
+@pytest.mark.parametrize("as_read", [False, True])
+def test_keys_that_a_device_has_are_not_sent_there_again(open_store: Open, as_read: bool) -> None:
+    """All of a layer's keys went up a second time, on the paper's baseline's clock, and nothing
+    used them there."""
+    geometry = next(iter(SHAPES.values()))
+    store = open_store(geometry, dram_bytes=0)
+    fill(store)
+    query = torch.empty(geometry.n_heads, 1, geometry.head_dim, device="meta")
+    with (
+        store.lease(prompt(N_TOKENS)) as lease,
+        lease.session(cast("Any", EverySecond())) as session,
+    ):
+        assert isinstance(session, SparseSession)
+        session.keys_as_read = as_read
+        k, v, pos = session.retrieve(0, query)
+        assert (k.device.type, k.shape[1]) == (("cpu", N_TOKENS) if as_read else ("meta", len(pos)))
+        assert v.device == pos.device == query.device and v.shape[1] == len(pos)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -217,8 +217,9 @@ class Rates:
             expected = Expected(last, n_bytes, so_s, costs[best], so_s, rest_s)
             self._expected = choice.mode, expected
             return choice
-        if now[best] >= _LEAST_GAIN_S or regime.knows(last):  # others were not noted, either
-            self._expected = best, Expected(last, n_bytes, now[best], None, costs[best], rest_s)
+        if now[best] < _LEAST_GAIN_S and not regime.knows(last):
+            return choice  # the other regime noted none such, and this one could gain too little
+        self._expected = best, Expected(last, n_bytes, now[best], None, costs[best], rest_s)
         warm = replace(stored, cold_bytes=0)
         if best == "exact" and (before := self._before.estimate(n_tokens, warm)["exact"]):
             regime.follow((self.estimate(n_tokens, warm)["exact"] or 0.0) / before)

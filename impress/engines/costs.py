@@ -85,9 +85,10 @@ class Fit:
     def note(self, amounts: Sequence[float], seconds: float) -> None:
         """One sample: what was asked for, and how long it took."""
         expected = self.seconds(amounts)
-        if expected and self.n_samples >= KNOWN:
-            seconds = min(seconds, MOST_SURPRISE * expected)
         x = np.asarray(amounts, dtype=np.float64)
+        is_new = x[-1] and not self._rare  # nothing is known yet of what some of it costs
+        if expected and self.n_samples >= KNOWN and not is_new:
+            seconds = min(seconds, MOST_SURPRISE * expected)
         if self.n_samples == 1:  # a process's first takes longer, and may meet a disk that stalls
             self.age(MOST_AGE)
             if x[-1]:

@@ -77,8 +77,7 @@ def attach(
         hf_models.check_model(model)
     geometry = geometry_of(model.config, model.dtype)
     settings = config or Config()
-    given = path_or_store if isinstance(path_or_store, PrefixStore) else settings
-    check_policy(policy, geometry, given.window)
+    check_policy(policy, geometry, getattr(path_or_store, "window", settings.window))
     buffers = None if virtual is None else buffers_of(model, geometry, virtual)
     namespace = namespace_of(model)
     if not isinstance(path_or_store, PrefixStore):
@@ -94,12 +93,13 @@ def attach(
     if config is not None:
         raise BadInput("config is for a directory; a store that is open has its own")
     if store.geometry != geometry:
-        raise StoreMismatch(f"the store holds {store.geometry}, the model has {geometry}")
+        held = f"the store holds {store.geometry}, the model has {geometry}"
+        raise StoreMismatch(f"{held}: use another directory")
     mine, its = namespace_digest(namespace), store.namespace
     # Its opener may have asked for the cross-engine one; that reads all weights again.
     if its != mine and its != namespace_digest(namespace_of(model, cross_engine=True)):
-        shown = its.hex()[:16], mine.hex()[:16]
-        raise StoreMismatch("the store's namespace is {}…, the model's {}…".format(*shown))
+        shown = f"the store's namespace is {its.hex()[:16]}…, the model's {mine.hex()[:16]}…"
+        raise StoreMismatch(f"{shown}: open it under impress.namespace_of(model)")
     return Engine(model, store, policy, buffers, owns_store=False, store_new=store_new)
 
 
@@ -132,8 +132,7 @@ class Engine:
         self._turn = turn_of(model)
         with self._turn.request():
             self._modes = Modes(model, store, policy)
-        of_model = self._turn, self._weights.check
-        self._auditor = Auditor(model, store, *of_model, self._storing.held)
+        self._auditor = Auditor(model, store, self._turn, self._weights.check, self._storing.held)
         self._last: tuple[Request, Outcome] | None = None
         self._closed = False
         if owns_store:  # for a program that ends without close: the threads end themselves first
@@ -188,14 +187,15 @@ class Engine:
     def _answer(
         self, prompt: Prompt, asked: Policy | None, once: PromptOnce | None, first: FirstLogits
     ) -> Any:
-        lost, prefix, watch, unread = "", None, None, None
+        lost, missed, prefix, watch, unread = "", "", None, None, None
         way = self._modes.way(prompt, None, asked)
         with ExitStack() as undo:  # what is given back unless it is handed on
             try:
-                prefix = None if prompt.whole else find_prefix(self.store, prompt.rows)
+                if not prompt.whole:
+                    prefix, missed = find_prefix(self.store, prompt.rows)
                 if prefix is not None:
                     undo.callback(prefix.close)
-                way = self._modes.way(prompt, prefix, asked)
+                way = self._modes.way(prompt, prefix, asked, missed)
                 if prefix is not None and way.choice.mode == "recompute":
                     prefix.close()
                     unread, prefix = prefix, None
@@ -350,9 +350,8 @@ class Engine:
                 result = self._decode(prompt, cache, once, first)
         finally:
             cache.release()
-        if prompt.returns_cache:
-            result.past_key_values = None
-        return result
+        # As an attribute alone it would stay an item of the result.
+        return replace(result, past_key_values=None) if prompt.returns_cache else result
 
     def _decode(
         self, prompt: Prompt, cache: RowsCache | ChosenCache, once: PromptOnce | None,
@@ -380,7 +379,7 @@ class Engine:
         job = None
         if cache is not None:
             ends = hf_models.setting(self.model, prompt.options, "eos_token_id")
-            job = self._storing.job(cache, sequences, prompt.n_tokens, ends)
+            job = self._storing.job(cache, sequences, prompt.n_tokens, ends, hit)
         if watch is not None:
             watch.cache, watch.sequences = cache, sequences
             if cache is not None and job is not None:

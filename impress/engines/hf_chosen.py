@@ -126,6 +126,8 @@ class ChosenLayer(RowsLayer):
         """Append, once rows were chosen; before, only keep what `lay_down` will append."""
         if self.is_chosen:
             return super().update(key_states, value_states)
+        if self.begun is not None:
+            self.begun()
         self._check(key_states)
         self._new = key_states, value_states
         return self._new
@@ -288,4 +290,5 @@ def attending(model: Any, cache: ChosenCache) -> Iterator[None]:
         yield
     finally:
         _serving.reset(serving)
-        model.set_attn_implementation(before)
+        if model.config._attn_implementation in (ours, before):  # else the caller's
+            model.set_attn_implementation(before)

@@ -79,8 +79,11 @@ class Modes:
         check_policy(asked, self._store.geometry, self._store.window)
         return asked
 
-    def way(self, prompt: Prompt, prefix: StoredPrefix | None, asked: Policy | None) -> Way:
-        """How to go about a request that has this prefix stored, and why.
+    def way(
+        self, prompt: Prompt, prefix: StoredPrefix | None, asked: Policy | None, missed: str = ""
+    ) -> Way:
+        """How to go about a request that has this prefix stored, and why; `missed`: why it has
+        none.
 
         Effects: tells the prefix whether all its rows would be read this once.
         """
@@ -88,7 +91,7 @@ class Modes:
         ledger = self.ledger if asked is None else None
         if prefix is None:
             said = "off" if ledger is None else self._store.ledgers.said(ledger)
-            why = "nothing of the prompt is stored"
+            why = missed
             if prompt.whole:
                 why = f"{prompt.whole} is of every token of the prompt, so none is reused"
             return Way(policy, Choice("recompute", f"recompute: {why}"), guard=said)

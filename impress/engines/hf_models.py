@@ -22,6 +22,7 @@ from impress.engines.hf_modules import (
     INT8_ADVICE,
     Found,
     check_adapters,
+    check_causal,
     check_causal_modules,
     check_eval,
     check_functions,
@@ -129,7 +130,7 @@ def check_family(config: Any) -> None:
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise Unsupported(f"layer type {kind!r} is not supported, only full attention is")
-    _check_causal(config)
+    check_causal(config)
     _check_quantization(config)
 
 
@@ -141,12 +142,6 @@ def check_kind(config: Any) -> None:
     for rope_type in _rope_types(config):
         if "dynamic" in rope_type or rope_type == "longrope":
             raise Unsupported(f"RoPE type {rope_type!r} rotates keys by the prompt's length")
-
-
-def _check_causal(config: Any) -> None:
-    """Raises Unsupported where tokens see those after them: Transformers' masks use this."""
-    if not getattr(config, "is_causal", True):
-        raise Unsupported("is_causal=False is not supported: keys depend on what follows them")
 
 
 #: Quantizations in which a pass's largest value scales all of it.
@@ -207,6 +202,9 @@ def check_request(
     else:
         _check_pads(model, kwargs, tokens)
     _check_options(model, kwargs)
+    for name in ("logits_processor", "stopping_criteria"):
+        if kwargs.get(name) is not None:  # an iterator would be empty when it is its turn
+            kwargs[name] = list(kwargs[name])
     kwargs.pop("past_key_values", None)  # it is None, else refused: the engine passes its own
     if setting(model, kwargs, "cache_implementation") is not None:
         kwargs["cache_implementation"] = None  # generate() wants none beside a cache
@@ -228,17 +226,16 @@ def check_request(
 def _check_mode(model: Any) -> Found:
     """What is looked at in each request, all its modules among it, which are returned."""
     _check_attention(model.config)
-    _check_causal(model.config)  # read in every forward, so it may have come after attach
+    check_causal(model.config)  # read in every forward, so it may have come after attach
     found = modules_of(model)
     check_functions(found)
     check_causal_modules(model, found)
     check_eval(model, found)
-    # As model.device and model.dtype say, which walk the model again.
-    first = next(one for one in found.tensors if isinstance(one, torch.nn.Parameter))
-    device = first.device.type
+    # As model.device says, which walks the model again.
+    device = next(t for t in found.tensors if isinstance(t, torch.nn.Parameter)).device.type
     if torch.is_autocast_enabled(device):
         raise Unsupported("torch.autocast computes keys in another precision than the model's")
-    check_rounding(first.dtype if first.is_floating_point() else model.dtype, device)
+    check_rounding(found, device)
     return found
 
 
@@ -246,26 +243,35 @@ def _check_mode(model: Any) -> Found:
 _ANGLES_BY_PRODUCT: Final = Version(transformers.__version__).release < (5, 19)
 
 
-def check_rounding(dtype: torch.dtype, device: str) -> None:
-    """Raises Unsupported where a torch setting has a model round more than its dtype says."""
-    multiplies = dtype == torch.float32 or _ANGLES_BY_PRODUCT
-    if multiplies and _is_rounded():
+def check_rounding(found: Found, device: str) -> None:
+    """Raises Unsupported where a torch setting has a model round more than its dtypes say."""
+    if _is_rounded() and _multiplies(found):
         raise Unsupported(
             "torch may round float32 matrices before it multiplies them, and no key tells that: "
             "call torch.set_float32_matmul_precision('highest')"
         )
-    if multiplies and device == "cpu" and (mode := fpmath()):
+    if device == "cpu" and (mode := fpmath()) and _multiplies(found):
         raise Unsupported(
             f"ONEDNN_DEFAULT_FPMATH_MODE (or DNNL_…) is {mode}: oneDNN may round float32 matrices "
             "before it multiplies them, and no key tells that: unset it"
         )
     matmul = torch.backends.cuda.matmul
-    is_half = dtype == torch.float16 and device == "cuda"
-    if is_half and getattr(matmul, "allow_fp16_accumulation", False):
+    adds_up = device == "cuda" and getattr(matmul, "allow_fp16_accumulation", False)
+    if adds_up and any(tensor.dtype == torch.float16 for tensor in found.tensors):
         raise Unsupported(
             "torch adds float16 products up in float16, and no key tells that: set "
             "torch.backends.cuda.matmul.allow_fp16_accumulation = False"
         )
+
+
+def _multiplies(found: Found) -> bool:
+    """Whether a model may multiply float32 matrices: of a model in 16 bits, an adapter's may be in
+    32, and quantized ones may be computed in that."""
+    return (
+        _ANGLES_BY_PRODUCT
+        or any(tensor.dtype == torch.float32 and tensor.ndim == 2 for tensor in found.tensors)
+        or any(getattr(one, "compute_dtype", None) == torch.float32 for one in found.modules)
+    )
 
 
 def _is_rounded() -> bool:

@@ -33,9 +33,9 @@ _MASKS: Final = {
     name: getattr(masking_utils, name)
     for name in ("create_causal_mask", "create_sliding_window_causal_mask")
 }
-#: Classes whose products depend on all rows of a pass: torchao's (a pass's largest value scales
-#: all), and that of LLM.int8(). PEFT's class of the latter's name has no state.
-_FLOAT8: Final = "Float8Linear"
+#: Classes in which a pass's largest value scales all of it: torchao's, Four Over Six's, NVFP4's.
+_BY_PASS: Final = frozenset({"Float8Linear", "FourOverSixLinear", "NVFP4Linear"})
+#: That of LLM.int8(). PEFT's class of this name has no state.
 _INT8: Final = "Linear8bitLt"
 #: A config that is changed later changes no module.
 INT8_ADVICE: Final = (
@@ -55,10 +55,9 @@ class Found(NamedTuple):
     classes: list[type]
     """Of these modules, except torch.compile's wrappers."""
     kinds: dict[type, Any]
-    """The same without repetition, each with its first module."""
+    """The classes of all modules, each with its first."""
     odd: list[Any]
-    """Modules where a flag, a hook or a method of their own is set: others compute what their class
-    and tensors say."""
+    """Modules where a flag, a hook or a method of their own is set."""
     tensors: list[torch.Tensor]
     """Parameters and buffers."""
 
@@ -120,6 +119,13 @@ def check_eval(model: Any, found: Found) -> None:
             )
 
 
+def check_causal(config: Any) -> None:
+    """Raises Unsupported where tokens see those after them: Transformers' masks use this, and
+    another thread's forward may have changed it (continuous batching does)."""
+    if not getattr(config, "is_causal", True):
+        raise Unsupported("is_causal=False is not supported: keys depend on what follows them")
+
+
 def check_causal_modules(model: Any, found: Found) -> None:
     """Raises Unsupported where a token's keys depend on those after it, whatever the config says.
 
@@ -131,14 +137,20 @@ def check_causal_modules(model: Any, found: Found) -> None:
             raise Unsupported(
                 f"{_name(model, module)} has is_causal=False: keys depend on what follows them"
             )
-    if not {kind.__name__ for kind in found.kinds} & {_FLOAT8, _INT8}:
-        return
-    for module in found.modules:
-        if type(module).__name__ == _FLOAT8:
+    for kind, module in found.kinds.items():
+        if kind.__name__ in _BY_PASS:
             raise Unsupported(
-                f"{_name(model, module)} is a Float8Linear: keys depend on what follows them; "
+                f"{_name(model, module)} is a {kind.__name__}: keys depend on what follows them; "
                 "attach the model without it"
             )
+        if module.__dict__.get("rope_type") in ("dynamic", "longrope"):  # whatever the config says
+            raise Unsupported(
+                f"{_name(model, module)} has RoPE type {module.rope_type!r}, which rotates keys by "
+                "the prompt's length"
+            )
+    if _INT8 not in {kind.__name__ for kind in found.kinds}:
+        return
+    for module in found.modules:
         state = module.__dict__.get("state") if type(module).__name__ == _INT8 else None
         if threshold := getattr(state, "threshold", 0):
             raise Unsupported(

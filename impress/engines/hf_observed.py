@@ -117,4 +117,5 @@ def observing(model: Any, cache: Any) -> Iterator[None]:
         yield
     finally:
         _observing.reset(token)
-        model.set_attn_implementation(before)
+        if model.config._attn_implementation in (ATTENTION_NAME, before):  # else the caller's
+            model.set_attn_implementation(before)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,14 @@ from impress.read.sparse import SparseSession
 from impress.selection.scores import suffix_lse_of
 from impress.store import PrefixStore
 from tiers.hbm import page_lock
+
+#: By `Lease.miss_reason`, what an engine says.
+_MISSES: Final = {
+    "not stored": "nothing of the prompt is stored",
+    "too short": "the prompt has no whole window before its last token",
+    "lost": "what is stored of the prompt could not be read",
+    "tier off": "the store's disk does not answer",
+}
 
 
 class StoredPrefix:
@@ -190,24 +198,30 @@ def end_early(prefix: StoredPrefix, cache: RowsCache) -> None:
     cache.layers[0].behind = ended
 
 
-def find_prefix(store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]) -> StoredPrefix | None:
-    """Lease the longest run of windows stored for every row; None is a miss.
+def find_prefix(
+    store: PrefixStore, rows: Sequence[npt.NDArray[np.int32]]
+) -> tuple[StoredPrefix | None, str]:
+    """Lease the longest run of windows stored for every row; None is a miss, and why it is one.
 
     The last token is left out: the model must compute at least one.
     """
-    longest = len(rows[0]) - 1
+    longest, why = len(rows[0]) - 1, _MISSES["too short"]
     if len(rows) > 1 and longest >= store.window:
         # Rows of a batch share their positions: cut to the shortest, if all hit.
-        longest = min(store.lookup(row[:longest]) for row in rows) or longest
+        found = [store.lookup(row[:longest]) for row in rows]
+        longest = min(found) or longest
     while longest >= store.window:
         with ExitStack() as undo:
             leases = [undo.enter_context(store.lease(row[:longest])) for row in rows]
             shortest = min(lease.n_tokens for lease in leases)
             if shortest and all(lease.n_tokens == shortest for lease in leases):
                 undo.pop_all()
-                return StoredPrefix(leases)
+                return StoredPrefix(leases), ""
+            missed = next((lease.miss_reason for lease in leases if not lease.n_tokens), "")
+            some = missed == "not stored" and any(lease.n_tokens for lease in leases)
+            why = "not every prompt of the batch is stored" if some else _MISSES.get(missed, missed)
         longest = shortest  # something was removed between the two
-    return None
+    return None, why
 
 
 def lock_pages(store: PrefixStore, model: Any) -> None:

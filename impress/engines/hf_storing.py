@@ -81,7 +81,7 @@ class StoreQueue:
 
     @contextmanager
     def standing_back(self) -> Iterator[None]:
-        """A request's: no layer is begun to be stored until `go_on`, or the block has ended.
+        """A request's: this engine begins to store no layer until `go_on`, or the block has ended.
 
         What is checked, looked up and planned before a forward shares the interpreter, and maybe
         the processors, with storing (decision 39). Writes under way go on.
@@ -97,17 +97,24 @@ class StoreQueue:
         self._back_until_s = 0.0
 
     def _stand_back(self) -> None:
-        while monotonic() < self._back_until_s:
+        end_s = monotonic() + _STANDS_BACK_S  # however many requests come
+        while monotonic() < min(self._back_until_s, end_s):
             sleep(_LOOK_S)
 
-    def job(self, cache: RowsCache, sequences: torch.Tensor, n_prompt: int, ends: Any) -> Job:
+    def job(
+        self, cache: RowsCache, sequences: torch.Tensor, n_prompt: int, ends: Any, hit: int = 0
+    ) -> Job:
         """What there is to store of a request: whole windows, those that `Config.admit` lets in.
 
-        Effects: notes a use of each. `ends`: see `whole_windows`.
+        Effects: notes a use of each. `ends`: see `whole_windows`. `hit`: tokens stored before.
         """
         n_held, outcome = cache.length, Outcome()
-        rows = whole_windows(sequences[:, :n_held], n_prompt, self._store.window, ends)
+        rows = whole = whole_windows(sequences[:, :n_held], n_prompt, self._store.window, ends)
         rows = tuple(row[: self._store.admitted(row)] if len(row) else row for row in rows)
+        if not any(map(len, whole)):
+            outcome.refused = f"it has no whole window of {self._store.window} tokens"
+        elif not any(map(len, rows)) and any(len(row) > hit for row in whole):
+            outcome.refused = 'Config.admit is "second", and this is the first use'
         if n_held != sequences.shape[1] - 1:  # virtual tokens of a prompt-tuned model, say
             outcome.refused = f"the cache holds {n_held} rows for {sequences.shape[1]} tokens"
         computed = {

@@ -13,6 +13,7 @@ import torch
 from impress.engines.hf_modules import (
     Found,
     check_adapters,
+    check_causal,
     check_causal_modules,
     check_eval,
     foreign_code,
@@ -60,6 +61,7 @@ class Weights:
         such an adapter was added. `found`: the model's modules, where the request's own check
         (`hf_models.check_request`) has just looked at them.
         """
+        check_causal(self._model.config)
         check_adapters(self._model)
         if found is None:
             found = modules_of(self._model)

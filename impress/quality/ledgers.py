@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from numbers import Real
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -137,7 +138,7 @@ class Ledgers:
 def target_of(policy: Any, config: Config) -> float:
     """The missing mass a policy says it keeps to; the operator's if it says none."""
     own = getattr(policy, "max_missing_mass", None)
-    return float(own) if isinstance(own, (int, float)) else config.guard_missing_mass
+    return float(own) if isinstance(own, Real) else config.guard_missing_mass
 
 
 def shown(key: bytes, entry: Entry) -> dict[str, Any]:

@@ -249,11 +249,13 @@ class Session:
             raise ImpressError(f"retrieve: policy {self.policy.name} needs suffix_lse")
         with self._r.lost_for():
             k, v, positions = self._bring(layer, query, scaling, suffix_lse, out)
-        if query is not None and query.device != k.device:
-            k, v = k.to(query.device), v.to(query.device)
+        if query is not None and query.device != v.device:
+            v = v.to(query.device)
+            if k.shape[1] == v.shape[1]:  # else all keys: whoever asked for these has them there
+                k = k.to(query.device)
         if positions is None:
-            return k, v, self._every_position(k.device)
-        return k, v, torch.tensor(positions + self._first, dtype=torch.int64, device=k.device)
+            return k, v, self._every_position(v.device)
+        return k, v, torch.tensor(positions + self._first, dtype=torch.int64, device=v.device)
 
     def _every_position(self, device: torch.device) -> torch.Tensor:
         """For all rows: the same tensor for every layer, made once."""

@@ -68,7 +68,7 @@ class ShadowSession(SparseSession):
             if chosen is None:
                 chosen, found = self._choose(layer, seen.query, seen.scaling, seen.suffix_lse, used)
                 self._keys = found if found is not None else keys
-            if chosen.positions is None:
+            if chosen.positions is None or len(chosen.positions) == self.n_tokens:
                 return None
             all_keys = self._all_keys(layer, used)
             masses = true_missing_mass(

@@ -80,8 +80,9 @@ class SparseSession(Session):
         self.chosen: dict[int, Selection] = {}
         """What was chosen in each layer so far."""
         self.keys_as_read = False
-        """True: where all keys of a layer were read to choose by, `retrieve`'s k is all of them;
-        pos is of v's rows. For callers that scored them on a device and take chosen ones there."""
+        """True: where all keys of a layer were read to choose by, `retrieve`'s k is all of them, on
+        the host unless v is all rows, too; pos is of v's rows. For callers that scored them on a
+        device and take chosen ones there."""
         self.key_rows: npt.NDArray[np.int64] | None = None
         """Which row each of these is, where they may come as they lie: a policy chooses by it."""
         self._foresight = Foresight(reading, self._sources)
