@@ -276,6 +276,43 @@ def test_an_adapter_whose_files_change_is_not_reused_until_a_restart(
     assert _adapter_key(_adapter_in(tmp_path / "c", 2, number=3), adapters) != first
 
 
+def test_an_adapter_that_was_saved_after_vllm_began_is_not_reused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server loads an adapter before any request names it. Its files were replaced in between:
+    KV that the old weights had computed was stored under the new ones' name, for good."""
+    request = _adapter_in(tmp_path / "a", 1)
+    places = [tmp_path / "a", *(tmp_path / "a").iterdir()]
+    changed_ns = max(place.stat().st_ctime_ns for place in places)
+    before = Adapters(begun_ns=changed_ns)
+    assert _adapter_key(request, before) == _adapter_key(request, Adapters())
+    after = Adapters(begun_ns=changed_ns - 1)
+    for _ in range(2):
+        with pytest.raises(Unsupported, match=r"saved after vLLM began|has other files"):
+            _adapter_key(request, after)
+    assert [r.getMessage().partition(",")[0] for r in caplog.records] == [
+        f"adapter {tmp_path / 'a'} was saved after vLLM began"
+    ]
+
+
+def test_an_adapter_that_was_put_in_place_of_another_after_vllm_began_is_not_reused(
+    tmp_path: Path,
+) -> None:
+    """Its files are old: only the link, or the folder's name, is new."""
+    for name in ("one", "two"):
+        _adapter_in(tmp_path / name, len(name))
+    begun_ns = max(one.stat().st_ctime_ns for one in tmp_path.rglob("*"))
+    link = tmp_path / "a"
+    while True:  # the clock of a file system ticks in milliseconds
+        link.unlink(missing_ok=True)
+        link.symlink_to("two")
+        if link.lstat().st_ctime_ns > begun_ns:
+            break
+    lora = SimpleNamespace(lora_name="x", lora_int_id=1, lora_path=str(link))
+    with pytest.raises(Unsupported, match="saved after vLLM began"):
+        _adapter_key(_request(lora_request=lora), Adapters(begun_ns=begun_ns))
+
+
 def test_an_adapter_loaded_anew_from_its_path_is_not_reused_until_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -734,13 +771,15 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
         patch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "medium")
         assert named() != plain
         half = named(dtype=torch.bfloat16)
-        with pytest.raises(ConfigError, match="cross_engine does not go with environment"):
+        with pytest.raises(ConfigError, match=r"not go with VLLM_FLOAT32_MATMUL_PRECISION$"):
             named(cross_engine=True)
         patch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
         assert named() == plain and named(dtype=torch.bfloat16) == half
     with monkeypatch.context() as patch:  # oneDNN's own setting, unknown to torch
         patch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
         assert named() != plain and named(dtype=torch.bfloat16) == half
+        with pytest.raises(ConfigError, match=r"not go with ONEDNN_DEFAULT_FPMATH_MODE$"):
+            named(cross_engine=True)
         patch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "strict")
         assert named() == plain
     with monkeypatch.context() as patch:

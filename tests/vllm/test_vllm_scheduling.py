@@ -73,8 +73,8 @@ def test_an_adapter_saved_again_while_its_request_waits_for_room_is_a_miss(
     """The step that had room for the request asked for its keys again, and what was raised there
     ended the server. For whole windows it did not ask: vLLM loaded the new adapter, and its KV was
     stored under the old one's name."""
-    side = _side()
     adapter = _adapter_in(tmp_path / "a", 1).lora_request
+    side = _side()
     request = _arrives(side, n_tokens, lora_request=adapter)
     assert side.matched(request, 0) == 256
     _adapter_in(tmp_path / "a", 2)
@@ -85,8 +85,8 @@ def test_an_adapter_saved_again_while_its_request_waits_for_room_is_a_miss(
 
 
 def test_an_adapter_saved_again_in_a_requests_own_step_ends_nothing(tmp_path: Path) -> None:
-    side = _side()
     adapter = _adapter_in(tmp_path / "a", 1).lora_request
+    side = _side()
     request = _arrives(side, lora_request=adapter, cache_salt="mine")
     assert side.matched(request, 0) == 256
     _adapter_in(tmp_path / "a", 2)
@@ -186,12 +186,13 @@ def test_a_sparse_life_is_not_found_by_the_lives_after_it() -> None:
 def test_what_vllm_may_mix_an_adapter_into_is_served_without_the_store(tmp_path: Path) -> None:
     """Beside a request with an adapter, vLLM used the adapter for one without, too, and what came
     of that was stored under the name of the model alone."""
+    adapter = _adapter_in(tmp_path / "a", 1).lora_request
     side = _side(mixes_adapters=True)
     request = _arrives(side)
     assert side.matched(request, 0) == 0
     assert _step(side, request, 0).saves == []
     assert side.finish(request, [1, 2, 3]) == (False, None)
-    request = _arrives(side, lora_request=_adapter_in(tmp_path / "a", 1).lora_request)
+    request = _arrives(side, lora_request=adapter)
     assert side.matched(request, 0) == 256
     assert len(_step(side, request, 256).loads) == 1
 

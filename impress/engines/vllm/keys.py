@@ -96,15 +96,19 @@ def _text(salt: Any) -> str:
 class Adapters:
     """What the files of each adapter held when a request first named it. For one thread.
 
-    vLLM loads an adapter once, by its number, and computes with that even if its files change.
-    (Except with `load_inplace`, of which no connector hears: docs/VLLM.md, Limits.) Its own prefix
-    cache knows an adapter by name and path: one loaded again from there, under another number, is
-    answered from blocks that its predecessor computed, which must not be stored as its own.
+    vLLM loads an adapter once, by its number, and computes with that even if its files change. A
+    server loads it before any request names it (`--lora-modules`, /v1/load_lora_adapter), of which
+    no connector hears: files that changed since vLLM began may not be those it has. (Nor does one
+    hear of `load_inplace`: docs/VLLM.md, Limits.) Its own prefix cache knows an adapter by name and
+    path: one loaded again from there, under another number, is answered from blocks that its
+    predecessor computed, which must not be stored as its own.
     """
 
-    def __init__(self, applied: str = "") -> None:
-        """applied: how the server applies every adapter (settings.Served.lora)."""
+    def __init__(self, applied: str = "", begun_ns: int | None = None) -> None:
+        """applied: how the server applies every adapter (settings.Served.lora); begun_ns: when it
+        began, on the system's clock."""
         self._applied = applied.encode()
+        self._begun_ns = begun_ns
         # By number, and by name and path; empty: which files vLLM has of it is no longer known.
         self._first: dict[int | tuple[str, str], bytes] = {}
 
@@ -122,6 +126,12 @@ class Adapters:
                 if getattr(adapter, "tensorizer_config_dict", None):
                     raise Unsupported(f"adapter {path} is loaded by tensorizer, from other files")
                 now = _adapter(path, self._applied)
+                if not firsts and self._begun_ns is not None and _changed_ns(path) > self._begun_ns:
+                    now = b""
+                    raise Unsupported(
+                        f"adapter {path} was saved after vLLM began, and vLLM may have loaded what "
+                        "was there before"
+                    )
             except Unsupported as err:
                 why = str(err)
         if now and firsts <= {now}:
@@ -131,6 +141,18 @@ class Adapters:
         if b"" not in firsts:
             log.warning("%s: its requests are not reused until vLLM is started again", why)
         raise Unsupported(why)
+
+
+def _changed_ns(path: str) -> int:
+    """When an adapter's files, its folder or a link to one of them were last changed, or put in
+    place of another. (Not those above it.) Raises Unsupported."""
+    folder = Path(path).expanduser()
+    try:
+        files = [folder, folder / "adapter_config.json", *folder.glob("adapter_model.*")]
+        looks = [look for file in files for look in (file.stat(), file.lstat())]
+        return max(look.st_ctime_ns for look in looks)
+    except OSError as err:
+        raise Unsupported(f"adapter {path} cannot be read: {err}") from None
 
 
 def _adapter(path: str, applied: bytes) -> bytes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ class SchedulerSide:
         self._window = settings.config.window
         self._unit = math.lcm(served.block_size, self._window)  # of a hit
         self._keys_of = vllm_keys_of()
-        self._adapters = Adapters(served.lora)
+        self._adapters = Adapters(served.lora, time.time_ns())
         self._mixes_adapters = served.mixes_adapters
         if served.mixes_adapters:
             log.warning(

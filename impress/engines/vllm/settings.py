@@ -324,14 +324,16 @@ def _namespace(vllm_config: Any, settings: Settings, dtype: str) -> bytes:
         "hf_config": config_elsewhere(model),
         "hf_overrides": model.hf_overrides if not callable(model.hf_overrides) else None,
         "quantization_config_file": quantization_elsewhere(model),
-        "environment": environment_of(vllm_config),
+        "environment": (environment := environment_of(vllm_config)),
         "quantization_files": quantization_beside(model, directory),
     }
     if callable(model.hf_overrides):
         raise Unsupported("hf_overrides as a function cannot be named in a key: pass a dict")
     made = {key: value for key, value in changes.items() if value}
     if made and settings.cross_engine:
-        raise ConfigError(f"vllm: cross_engine does not go with {', '.join(made)}")
+        said = [key for key in made if key != "environment"]
+        said += ["ONEDNN_DEFAULT_FPMATH_MODE" if k == "fpmath" else k for k in environment]
+        raise ConfigError(f"vllm: cross_engine does not go with {', '.join(said)}")
     engine = _family(model) + (json.dumps(made, sort_keys=True, default=str) if made else "")
     named = namespace_of(directory, cross_engine=settings.cross_engine, engine=engine, dtype=dtype)
     check_unchanged(model, directory)  # after namespace_of: what it has read of them counts
