@@ -9,7 +9,9 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import lru_cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -85,17 +87,27 @@ def host() -> str:
 
 
 def commit() -> str:
-    """The commit of this code; behind it, where files that are run were edited, "-dirty-" and a
-    digest of the edits: two different ones are not one. The package's version outside its own git.
+    """The commit of this code, as it was when this process first asked; behind it, where files that
+    are run were edited, "-dirty-" and a digest of the edits: two different ones are not one. The
+    package's version outside its own git.
 
     Edited reports and pages are no other code: each run of `experiments.all` leaves some.
     """
-    if not (_ROOT / ".git").exists():
+    return _commit_of(_ROOT)
+
+
+@lru_cache(4)
+def _commit_of(root: Path) -> str:
+    if not (root / ".git").exists():
         return __version__
     head = _git("describe", "--always", "--exclude=*")
     edits = _git("diff", "HEAD", "--", *_CODE)
-    if head is None or edits is None:
+    added = _git("ls-files", "--others", "--exclude-standard", "--", *_CODE)
+    if head is None or edits is None or added is None:
         return __version__
+    for name in added.splitlines():
+        with suppress(OSError):
+            edits += f"{name} {sha256((root / name).read_bytes()).hexdigest()}\n"
     return f"{head}-dirty-{sha256(edits.encode()).hexdigest()[:8]}" if edits else head
 
 

@@ -245,7 +245,10 @@ def test_inspect_says_how_much_of_a_prompt_is_stored_from_any_kind_of_file(path,
 @pytest.mark.parametrize("text", ["a b c", "[1, 2", "[-1]", "", "[1.5]", '["x"]'])
 def test_inspect_refuses_what_is_not_token_ids_in_one_line(path, tmp_path, text):
     (tmp_path / "ids").write_text(text)
-    assert_refused(run("inspect", "--store", path, "--prefix", tmp_path / "ids"), "ids")
+    done = run("inspect", "--store", path, "--prefix", tmp_path / "ids")
+    assert_refused(done, "ids")
+    is_text = "not token ids" in done.stderr
+    assert ("for a text: impress explain --model DIR" in done.stderr) is is_text
 
 
 def array_file(shape):

@@ -643,3 +643,53 @@ def test_of_two_sound_spans_with_one_id_the_longer_is_kept(
     store.check()
     assert_serves(store, prompt(128, 2), 128)
     assert store.lookup(prompt(64, 1)) == 0
+
+
+def test_spans_whose_rows_are_gone_with_their_segment_are_damage(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Their headers, in a segment that is there, passed for older copies, and the command said 0:
+    nothing was lost."""
+    path = fill(open_store, geometry)
+    with open_store(geometry) as store:
+        records = list(store.catalog.records())
+    (gone,) = {r.parts[0].segment for r in records if r.span_id == 3}
+    assert {r.meta.segment for r in records} == {1} and gone != 1
+    (path / f"shards/main/segments/{gone:08d}.seg").unlink()
+    done = CliRunner().invoke(app, ["rebuild", "--store", str(path), "--json"])
+    found = json.loads(done.stdout)
+    assert (found["spans"], found["damaged"], found["superseded"]) == (len(records) - 1, 1, 0)
+    assert done.exit_code == 1
+    assert sum(open_store(geometry).lookup(prompt(256, seed)) == 256 for seed in range(6)) == 5
+
+
+_VERIFIED = """
+from experiments.faults.content import open_store, put
+from impress.errors import FormatError, StoreFailed
+from impress.upkeep.verify import verify_store
+
+with open_store(here / "sound") as store:
+    for seed in range(3):
+        put(store, seed)
+    store.flush()
+
+def look(copy):
+    said = [one.what for one in verify_store(copy).problems]
+    try:
+        open_store(copy).close()
+    except FormatError:
+        os._exit(1 if said else 2)
+    os._exit(0)
+
+by_page("shards/main/index/data.mdb", look)
+"""
+
+
+def test_what_keeps_a_store_from_being_opened_is_not_sound_to_verify(tmp_path: Path) -> None:
+    """It looked at what the index says of spans, and at none of its other pages."""
+    command = [sys.executable, "-c", _BY_PAGE + _VERIFIED, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT
+    )
+    opened, noticed, passed_over, other = map(int, done.stdout.splitlines()[-1].split())
+    assert opened and noticed and not passed_over and not other, done.stdout + done.stderr

@@ -820,6 +820,7 @@ def test_a_copy_that_begins_while_it_is_counted_has_no_span_leave(
         return found
 
     monkeypatch.setattr(store._repacker._copier, "copy", copied)
+    monkeypatch.setattr(store._repacker, "_lingers", lambda _: False)  # asked before: it waits
     monkeypatch.setattr(leaving, "_gone_bytes", gone)
     passing = threading.Thread(target=store.repack)
     try:

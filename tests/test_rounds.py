@@ -39,9 +39,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     seen: list[tuple[str, int, int]] = []
     serve = Server.serve
 
-    def seeing(self: Server, asking: Asking) -> Served:
+    def seeing(self: Server, asking: Asking, question: Any = None) -> Served:
         seen.append((self.system.name, asking.prefix, asking.request))
-        return serve(self, asking)
+        return serve(self, asking, question)
 
     monkeypatch.setattr(Server, "serve", seeing)
     return seen
@@ -109,6 +109,20 @@ def test_rounds_of_another_cell_or_commit_are_not_gone_on_with(
     assert "2 rounds of another commit are measured again" in capsys.readouterr().out
     assert _kept(report) == []  # the file is the other commit's now
     assert not capsys.readouterr().out  # which had no round
+
+
+@pytest.mark.parametrize("n", [4, 2], ids=["unfinished", "finished"])
+def test_rounds_of_a_cell_that_another_takes_the_place_of_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], n: int
+) -> None:
+    """Forty minutes of a cell went without a word where another was measured first. A cell that was
+    finished is kept elsewhere."""
+    made = Rounds(tmp_path / "ttft.json", {**PARAMS, "n": n}, resume=False)
+    for i in range(2):
+        made.add({"as": [i]})
+    assert _kept(tmp_path / "ttft.json", {**PARAMS, "cell": "zipf 0.6"}) == []
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == "2 rounds of base, begun before, are dropped for this one" * (n == 4)
 
 
 @pytest.mark.parametrize("change", [{"params": PARAMS | {"n": 5}}, {"resume": False}])

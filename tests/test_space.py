@@ -344,9 +344,26 @@ def test_a_shard_stays_locked_while_a_write_to_it_hangs(
     store._shard.unlock()
 
 
-@pytest.mark.parametrize("what", ["pwrite", "rmtree"])
+def test_a_full_disk_has_no_say_in_who_holds_a_shard(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process's number was to be written where there had been room for it before it was cut
+    off: the store could not be opened, not even to evict."""
+    open_store(geometry, **QUIET, shard=1).close()
+
+    def fails(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fails)
+        store = open_store(geometry, **QUIET, shard=1)
+    with pytest.raises(impress.StoreLocked):
+        open_store(geometry, **QUIET, shard=1)
+    assert put_prompt(store, prompt(64, 1)).wait(60)
+
+
 def test_a_shard_that_could_not_be_opened_is_not_locked_after_it(
-    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, what: str
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a full disk this process kept the lock: "open for writing by process unknown"."""
     path = open_store(geometry, **QUIET).path
@@ -357,7 +374,7 @@ def test_a_shard_that_could_not_be_opened_is_not_locked_after_it(
 
     (path / "shards/1/index.gone").mkdir()  # left by a purge that was cut off
     with monkeypatch.context() as patch:
-        patch.setattr(os if what == "pwrite" else shutil, what, fails)
+        patch.setattr(shutil, "rmtree", fails)
         with pytest.raises(impress.StoreFailed, match="No space left on device"):
             open_store(geometry, **QUIET, shard=1)
     open_store(geometry, **QUIET, shard=1)

@@ -235,9 +235,15 @@ def test_waits_are_counted_and_dilated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_in_a_row_comes_with_the_first_token_of_the_one_before() -> None:
     """A system that reads everything copies it up before its server is free. No clock counted that:
     for such systems, requests in a row were as if they came with pauses."""
-    begun, bench = iter((0.0, 1.5, 3.0)), Mock(_disk_gb_s=5.0)
+    begun, bench, made = iter((0.0, 1.5, 3.0)), Mock(_disk_gb_s=5.0), list[object]()
+
+    def serve(_asking: object, question: object) -> Served:
+        assert len(made) == 3 and question in made  # all off the clock: a device computes them
+        return Served(1.0, 0.5, 0.2, began_s=next(begun))
+
     bench.device.dilation = 1.0
-    server = Mock(serve=lambda _: Served(1.0, 0.5, 0.2, began_s=next(begun)), behind_bytes=5)
+    server = Mock(serve=serve, behind_bytes=5)
+    server.question_of = lambda _asking: made.append(object()) or made[-1]
     server.settle = Mock(side_effect=lambda: server.configure_mock(behind_bytes=35))
     found = Bench._serve(bench, server, [(0, 0)] * 3)
     assert [one.ttft_s for one in found] == [1.0, 1.5, 1.5]

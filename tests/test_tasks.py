@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from conftest import other_weights
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from experiments import accuracy, accuracy_measure
 from experiments.accuracy_real import documents_of, query_of, shared_tokens
@@ -314,7 +314,7 @@ def test_a_real_run_scores_as_one_forward_of_prompt_and_choice_does(
     assert figures[f"{where}.25.random.rows_share"] == pytest.approx(0.25, abs=0.01)
     assert figures[f"{where}.int4.bytes_share"] == pytest.approx(0.3125)  # 16 dimensions per scale
     assert (f"{where}.exact.accuracy_norm" in figures) is (task in ("piqa", "openbookqa"))
-    encoded = tokenizer(drawn.prefix, add_special_tokens=False)["input_ids"]
+    encoded = tokenizer(drawn.prefix)["input_ids"]
     assert len(shared_tokens(queries, encoded)) >= 64
     alone = shared_tokens(queries[:1], encoded)  # all prompts of one question are alike to its end
     assert 64 <= len(alone) <= len(encoded)
@@ -330,6 +330,39 @@ def test_white_space_that_ends_a_prompt_is_scored_with_the_choice(model_dir: Pat
     assert [*query.prompt] == prompt
     assert [[*choice] for choice in query.choices] == [one[len(prompt) :] for one in wanted]
     assert query.lengths == (5, 7)  # acc_norm uses the choices alone
+
+
+def with_tokens_around(model_dir: Path, folder: Path, template: str) -> Path:
+    """The same model with a tokenizer that adds `<s>` or `</s>` to each text."""
+    shutil.copytree(model_dir, folder)
+    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    raw.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(folder)
+    return folder
+
+
+def test_a_prompt_begins_as_its_tokenizer_says(tmp_path: Path, model_dir: Path) -> None:
+    """OPT's begins every text with a token of its own. lm-eval once left it out, and so
+    did these runs: their prompts were none that the engine is ever given."""
+    folder = with_tokens_around(model_dir, tmp_path / "bos", "<s> $A")
+    plain, begun = (transformers.AutoTokenizer.from_pretrained(one) for one in (model_dir, folder))
+    drawn = draw(load("rte", str(DATA / "rte")), 2, 5, 2)
+    for item in drawn.items:
+        without, query = (query_of(one, drawn, item, "rte") for one in (plain, begun))
+        assert query.prompt == (1, *without.prompt)
+        assert query.choices == without.choices
+
+
+def test_a_tokenizer_that_ends_every_text_is_refused(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_tokens_around(model_dir, tmp_path / "eos", "$A </s>")
+    args = ["--model", str(folder), "--task", "rte", "--data", str(DATA / "rte"), "--shots", "2",
+            "--items", "2", "--dir", str(tmp_path)]  # fmt: skip
+    assert main(accuracy.EXPERIMENT, args) != 0
+    assert "set add_eos_token to false" in capsys.readouterr().err
 
 
 def test_another_model_of_the_name_and_other_questions_are_measured_again(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tier_contract import MIB, CacheContract, fetch, noise
 
+from tiers import segments
 from tiers.base import PAGE, Extent, Pieces, Read, Slot, Tier, sums_of
 from tiers.coalesce import RUN_BYTES, coalesce, locate, slices
 from tiers.dram import DramTier
@@ -132,6 +134,31 @@ def test_a_range_outside_its_slot_is_a_bug() -> None:
     slot = DramTier(MIB).reserve(PAGE)
     with pytest.raises(AssertionError):
         locate(slot, 0, 2 * PAGE)
+
+
+def test_a_late_read_of_a_deleted_segment_reads_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of its descriptor was free at once: a read that had waited for a disk, and that
+    nobody waited for any more, would have read from whatever was opened next, a socket say."""
+    monkeypatch.setattr(segments, "_LATE_S", 3600.0)
+    files = segments.SegmentFiles(tmp_path, 0, read_only=False)
+    for number in range(3):
+        files.make(number, PAGE)
+    late, other = files.fd(0), files.fd(1)
+    files.delete(0)
+    files.drop_deleted(0.0)  # others' files, that is
+    with open(os.devnull, "rb", buffering=0) as opened_next:
+        assert opened_next.fileno() != late
+    assert os.path.samestat(os.fstat(late), Path(os.devnull).stat())
+    assert os.pread(late, PAGE, 0) == b""
+    monkeypatch.setattr(segments, "_LATE_S", -1.0)
+    files.delete(1)  # numbers do not pile up
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(other)
+    files.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(late)
 
 
 def test_more_segments_than_a_process_may_open_are_read(tmp_path: Path) -> None:

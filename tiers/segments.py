@@ -21,6 +21,8 @@ log = logging.getLogger("impress.ssd")
 
 #: Segments of folder n are numbered from n times this on: no two folders read together share any.
 SEGMENTS: Final = 1 << 20
+#: How long the number of a deleted segment's descriptor stays taken: longer than any read lasts.
+_LATE_S: Final = 600.0
 
 
 class SegmentFiles:
@@ -34,7 +36,7 @@ class SegmentFiles:
         self._read_only = read_only
         self._folders = {number: folder}
         self._files: dict[int, SegmentFile] = {}
-        self._deleted: list[tuple[float, int]] = []  # files their owner deleted: when seen, fd
+        self._deleted: list[tuple[float, int]] = []  # of deleted files: when to close, fd
         self._lock = threading.Lock()
 
     def found(self) -> Iterator[tuple[int, int]]:
@@ -106,10 +108,20 @@ class SegmentFiles:
         self._forget(segment)  # after: a late read may open it until then and keep its blocks
 
     def _forget(self, segment: int) -> None:
+        """Its blocks are free at once. Its descriptor's number stays taken for a while, and stands
+        for nothing: a read that nobody waits for any more may yet use it, and would else read from
+        whatever the process opened next, a socket perhaps."""
         with self._lock:  # whoever opened it just before has noted it
             file = self._files.pop(segment, None)
         if file is not None:
-            os.close(file.fd)
+            try:
+                _vacate(file.fd)
+            except OSError:  # not even one more descriptor
+                os.close(file.fd)
+            else:
+                with self._lock:
+                    self._deleted.append((monotonic() + _LATE_S, file.fd))
+        self._close_deleted()
 
     def drop_deleted(
         self, grace_s: float, *, by_name: bool = True, folder: int | None = None
@@ -120,7 +132,7 @@ class SegmentFiles:
         `folder`: looks only at those of the folder of that number (`join`).
         Until then the file system keeps their blocks, and a new file of that name is another one.
         """
-        now = monotonic()
+        due_s = monotonic() + grace_s
         theirs = [s for s in [*self._files] if self._read_only or s not in self.numbers]
         if folder is not None:
             theirs = [segment for segment in theirs if segment // SEGMENTS == folder]
@@ -129,13 +141,17 @@ class SegmentFiles:
             if file is not None and _is_gone(file, by_name=by_name):
                 with self._lock:
                     if self._files.get(segment) is file:
-                        self._deleted.append((now, self._files.pop(segment).fd))
+                        self._deleted.append((due_s, self._files.pop(segment).fd))
+        self._close_deleted()
+
+    def _close_deleted(self) -> None:
+        now = monotonic()
         while True:
             with self._lock:
-                if not self._deleted or now - self._deleted[0][0] <= grace_s:
+                if not (due := [one for one in self._deleted if one[0] < now]):
                     return
-                _, fd = self._deleted.pop(0)
-            os.close(fd)
+                self._deleted.remove(due[0])
+            os.close(due[0][1])
 
     def close(self) -> None:
         """No read or write may be under way."""
@@ -144,6 +160,16 @@ class SegmentFiles:
                 os.close(self._files.popitem()[1].fd)
             while self._deleted:
                 os.close(self._deleted.pop()[1])
+
+
+def _vacate(fd: int) -> None:
+    """Have a descriptor stand for the null device, where nothing is read; the file it was of is
+    closed."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.dup2(nothing, fd, inheritable=False)
+    finally:
+        os.close(nothing)
 
 
 def _is_gone(file: SegmentFile, *, by_name: bool) -> bool:

@@ -115,13 +115,16 @@ class MinHeap:
         heapq.heappush(self._entries, (score, tie, item, serial))  # first: there may be no memory
         self._serial = serial
         self._n_valid += self._filed[item] == _NONE
-        self._filed[item] = self._serial
+        self._filed[item] = self._serial  # no signal comes between this and the next
         self._filed_score[item], self._filed_tie[item] = score, tie
 
     def _sweep(self) -> None:
         """Drop the stale ones, but not those of items that are out: while a request has most of a
         cache pinned, each of its layers that came back would be filed again, chunk by chunk."""
-        entries = [e for e in self._entries if e[3] == self._filed[e[2]]]
-        heapq.heapify(entries)
+        items = np.flatnonzero(self._filed != _NONE)
+        score, tie = self._filed_score[items], self._filed_tie[items]
+        order = np.lexsort((items, tie, score))  # ascending, they are a heap
+        columns = (column[order].tolist() for column in (score, tie, items, self._filed[items]))
+        entries: list[Entry] = list(zip(*columns, strict=True))
         n_valid = len(entries)
         self._entries, self._n_valid = entries, n_valid

@@ -21,6 +21,7 @@ from impress.cli.survey import (
     survey,
     tree_of,
 )
+from impress.errors import BadInput
 from impress.terminal import count, cut, number, out, say_cut, share, show, size, table_of
 
 
@@ -72,7 +73,11 @@ def inspect(
 
     impress inspect --prefix prompt.json --json | jq '.prefix.stored'
     """
-    tokens = read_token_file(prefix) if prefix is not None else None
+    try:
+        tokens = read_token_file(prefix) if prefix is not None else None
+    except BadInput as err:
+        hint = " (for a text: impress explain --model DIR)" if "not token ids" in str(err) else ""
+        raise BadInput(f"--prefix {err}{hint}") from None
     opened, identity = open_for_reading(store_dir(store))
     with opened:
         found = survey(opened, identity)

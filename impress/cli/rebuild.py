@@ -96,7 +96,7 @@ def _print(where: Path, found: Rebuilt, dry_run: bool) -> None:
         (found.superseded, "older copies, or headers whose space or id is another span's now"),
         (found.purged, "spans that were still to be erased: left out"),
         (found.torn, "headers that do not read back whole: stores that were cut off"),
-        (found.damaged, "spans whose rows do not match their checksums: dropped"),
+        (found.damaged, "spans whose rows are gone or do not match their checksums: dropped"),
         (found.foreign, "headers of another store"),
     ):
         if n:

@@ -18,6 +18,7 @@ from impress.write.directory import Identity, Shard, read_identity, shards_of, w
 from impress.write.jobs import Swapped
 from tiers.errors import MediumError
 from tiers.files import segment_paths, size_of
+from tiers.segments import SEGMENTS
 
 
 def repack(
@@ -107,7 +108,8 @@ def _all_repacked(
 
 def _repacked(where: Path, shard: Shard, identity: Identity, dry_run: bool) -> RepackReport:
     # Only its server knows its disk_bytes: no segment is added, and nothing is evicted.
-    n_bytes = sum(size_of(path) for path in segment_paths(shard.segments))
+    paths = segment_paths(shard.segments)  # a server leaves those of another folder's number alone
+    n_bytes = sum(size_of(path) for path in paths if int(path.stem) // SEGMENTS == shard.number)
     config = Config(
         window=identity.window, dram_bytes=0, repack_every_s=0, shard=shard.number,
         segment_bytes=MIB, disk_bytes=max(1, -(-n_bytes // MIB)) * MIB, disk_high=1.0, disk_low=1.0,

@@ -268,9 +268,10 @@ def _array(path: Path) -> Any:
 
 
 def _integers(text: str) -> Sequence[int]:
-    words = text.split()
-    try:
-        return [int(word) for word in words]
-    except ValueError:
-        odd = next((word for word in words if not word.lstrip("+-").isdecimal()), words[0])
-        raise ValueError(f"{odd[:20]!r} is no number") from None
+    numbers: list[int] = []
+    for word in text.split():
+        try:
+            numbers.append(int(word))
+        except ValueError:  # or of thousands of digits
+            raise ValueError(f"{word[:20]!r} is no number") from None
+    return numbers

@@ -101,11 +101,12 @@ def chunks_of(ordinals: npt.NDArray[np.int64], groups: Groups, window: int) -> t
     """Chunks read when a span's groups are read whole: the first, the first two, and so on, as by
     prompts that end or part after each; and the fewest that could be."""
     used = np.zeros(len(ordinals) // window, dtype=bool)
-    n_chunks = least = 0
+    n_chunks = n_rows = least = 0
     for first, count in groups:
+        n_rows += count
         used[ordinals[first : first + count] // window] = True
         n_chunks += int(used.sum())
-        least += (first + count) // window
+        least += n_rows // window
     return n_chunks, least
 
 

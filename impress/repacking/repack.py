@@ -275,7 +275,12 @@ class Repacker:
             if patient and home.reclaimer is not None:
                 home.reclaimer.wait_for([*self._moved])
             moved = {*self._moved}  # a late commit may add to it at any moment
-            found = [*home.catalog.retired_records(moved), *home.leaving.in_limbo]
+
+            def look(moved: set[int] = moved) -> list[SpanRecord]:
+                return [*home.catalog.retired_records(moved), *home.leaving.in_limbo]
+
+            # Both together: else one on its way into limbo is in neither.
+            found = look() if home.reclaimer is None else home.reclaimer.settled(look)
             left = {r.span_id: r.owned_bytes for r in found if r.span_id in moved}
             self._moved -= moved - left.keys()
             late = sum(draft.owned_bytes for draft in self._drafts.records())

@@ -5,7 +5,7 @@ all leaves ─score─> a batch of the least ─pop─> gone; its parent, if a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Final, NamedTuple
@@ -128,7 +128,7 @@ def least(
     if not mine.all():
         leaves = Leaves(*(column[mine] for column in leaves))
     queue, bound = _queue(leaves, pinned, score, limit)
-    while queue and queue[0][0] <= bound:
+    while queue and queue[0] <= bound:
         *_, leaf = heappop(queue)
         above = tree.parent(leaf)
         yield leaf
@@ -141,18 +141,31 @@ def least(
 
 def _queue(
     leaves: Leaves, pinned: Collection[int], score: Score, limit: int
-) -> tuple[list[Key], float]:
-    """At most `limit` keys, ascending, and a bound: no leaf left out scores less."""
+) -> tuple[list[Key], Key]:
+    """At most `limit` keys, ascending, and a bound: no leaf left out has a lesser key."""
     if pinned:
         free = ~np.isin(leaves.span, np.fromiter(pinned, dtype=np.int64, count=len(pinned)))
         leaves = Leaves(*(column[free] for column in leaves))
-    scores, bound = score(*leaves[1:]), np.inf
-    if len(scores) > limit:
-        best = np.argpartition(scores, limit - 1)[:limit]
-        leaves, scores = Leaves(*(column[best] for column in leaves)), scores[best]
-        bound = float(scores.max())
-    columns = (scores, leaves.used, leaves.span, leaves.node)
-    return sorted(zip(*(column.tolist() for column in columns), strict=True)), bound
+    columns = (score(*leaves[1:]), leaves.used, leaves.span, leaves.node)
+    best = _least_rows(columns, limit)
+    keys = sorted(zip(*(column[best].tolist() for column in columns), strict=True))
+    return keys, keys[-1] if len(keys) < len(leaves.node) else (np.inf, 0, 0, 0)
+
+
+def _least_rows(columns: Sequence[npt.NDArray[Any]], n: int) -> Ids:
+    """The n rows that come first by the first column, of equals by the next, and so on. By the
+    first alone, of a thousand stored at once and used equally the newest may go before the oldest.
+    """
+    found, left = [], np.arange(len(columns[0]))
+    for column in columns:
+        if n >= len(left):
+            break
+        values = column[left]
+        at = np.partition(values, n - 1)[n - 1]
+        found.append(left[values < at])
+        n -= len(found[-1])
+        left = left[values == at]
+    return np.concatenate((*found, left[:n]))
 
 
 def _key(score: Score, node: int, span: int, hits: int, used: int, end: int) -> Key:

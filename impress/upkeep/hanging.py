@@ -26,6 +26,7 @@ def index_values(shard: Shard) -> dict[int, bytes]:
     except NothingYet:
         return {}
     try:
+        index.heat(), index.names(), index.to_erase()  # opening reads these, too
         return dict(index.spans())
     finally:
         index.close()

@@ -301,13 +301,15 @@ def _resolved(
             record = header.record
             done += record.data_bytes
             names: set[_Name] = {record.span_id, (record.key_before, record.key_after)}
-            if names & taken or not _claimed(space, header):
+            extents = record.meta, *record.parts
+            is_cut = any(e.off + e.length > space.sizes.get(e.segment, 0) for e in extents)
+            if names & taken or not (is_cut or _claimed(space, extents)):
                 found.superseded += 1
-            elif _rows_match(header, ssd, pool, buffers):
+            elif not is_cut and _rows_match(header, ssd, pool, buffers):
                 taken |= names
                 sound.append(header)
             else:
-                space.give((record.meta, *record.parts))
+                space.give(() if is_cut else extents)
                 found.damaged += 1
         say("verifying", total, total)
     finally:
@@ -316,16 +318,14 @@ def _resolved(
     return sound
 
 
-def _claimed(space: Space, header: SpanHeader) -> bool:
-    """Take all its space, or none of it."""
-    taken: list[Extent] = []
-    for extent in (header.record.meta, *header.record.parts):
+def _claimed(space: Space, extents: Sequence[Extent]) -> bool:
+    """Take all this space, or none of it."""
+    for n, extent in enumerate(extents):
         try:
             space.claim([extent])
         except ValueError:
-            space.give(taken)
+            space.give(extents[:n])
             return False
-        taken.append(extent)
     return True
 
 

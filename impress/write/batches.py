@@ -189,7 +189,7 @@ class Batches:
                 self._left.append(batch)
         finally:
             for job in batch.stores:
-                job.stored.settle(job.stored.refused, err)  # changes nothing for those READY
+                self._not_kept(job, err)  # changes nothing for those READY
 
     def _delete(self, spans: list[int]) -> None:
         self._commit(Batch(deletes=spans))
@@ -200,7 +200,7 @@ class Batches:
         written: list[StoreJob] = []
         for job in batch.stores:
             if err := self.attempt(self._write_header, job, written):
-                job.stored.settle(job.stored.refused, err)
+                self._not_kept(job, err)
         puts = {job.draft.record.span_id: encode_index(job.draft.record) for job in written}
         names = {
             job.draft.record.root: job.name
@@ -333,10 +333,17 @@ class Batches:
         try:
             job.done()
         finally:
-            job.stored.settle(error=lost)
+            if lost is not None:
+                self._not_kept(job, lost)
+            job.stored.settle()
         if n_windows > 0:
             self._counters.add("stored_tokens", n_windows * record.window)
             self._counters.add("stored_bytes", record.data_bytes)
+
+    def _not_kept(self, job: StoreJob, error: Exception) -> None:
+        """Its store has failed, if nothing else has come of it before."""
+        if job.stored.settle(job.stored.refused, error):
+            self._counters.add("refused/failed")
 
     def _give_back(self, job: StoreJob | GiveUp) -> None:
         """Free its space, once none of its writes can land there any more: one may be stuck."""

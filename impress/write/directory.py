@@ -251,8 +251,8 @@ class Shard:
                     f"{self.path.parent.parent}: shard {self.name} is open for writing by process "
                     f'{self.holder()}; close it, name another shard, or open with mode="r"'
                 )
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+            with suppress(OSError):  # for a message; truncated first, it would want a new block
+                os.ftruncate(self._fd, os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0))
             gone = self.index.with_name(GONE)
             if gone.is_dir():  # a purge was cut off
                 if self.index.is_dir():

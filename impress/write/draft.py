@@ -61,11 +61,14 @@ class Stored:
             raise self.error
         return not self.refused
 
-    def settle(self, refused: str = "", error: Exception | None = None) -> None:
-        """The store's outcome, from the writer or the committer; any after the first is ignored."""
-        if not self._end.is_set():
-            self.refused, self.error = refused, error
-            self._end.set()
+    def settle(self, refused: str = "", error: Exception | None = None) -> bool:
+        """The store's outcome, from the writer or the committer; any after the first is ignored.
+        Returns whether it was the first."""
+        if self._end.is_set():
+            return False
+        self.refused, self.error = refused, error
+        self._end.set()
+        return True
 
     def __repr__(self) -> str:
         state = self.refused or self.error or ("ready" if self.ready else "under way")
