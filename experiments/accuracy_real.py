@@ -1,9 +1,10 @@
 """A published model on a published task as cells of `accuracy`: a few questions a cell.
 
 All questions share one few-shot prefix, which the engine stores once. A question and its choices
-are scored after it as in lm-eval: log-likelihood of the choice's tokens, the prompt tokenised
-without special tokens. The tokens of the prefix after its last whole window are computed with each
-question. Rows are chosen by the question; its choices are continuations.
+are scored after it as in lm-eval: log-likelihood of the choice's tokens. Whether a prompt begins
+with a token of its own (OPT's does) is for the tokenizer to say, as in lm-eval since its #3347 and
+in the engine. The tokens of the prefix after its last whole window are computed with each question.
+Rows are chosen by the question; its choices are continuations.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def cells(options: Options, arms: dict[str, Arm]) -> list[Cell]:
         tokenizer = AutoTokenizer.from_pretrained(more.model, trust_remote_code=False)
         config = AutoConfig.from_pretrained(more.model, trust_remote_code=False)
     check_family(config)
+    _check_tokenizer(tokenizer, more.model)
     queries = [query_of(tokenizer, drawn, item, more.task) for item in drawn.items]
     documents = documents_of(drawn.items)
-    shots = tokenizer(drawn.prefix, add_special_tokens=False)["input_ids"]
-    shared = shared_tokens(queries, shots)
+    shared = shared_tokens(queries, tokenizer(drawn.prefix)["input_ids"])
     _check_lengths(queries, shared, config)
 
     opened: list[Asking | Unable] = []
@@ -102,7 +103,7 @@ def query_of(tokenizer: Any, drawn: Drawn, item: Item, task: str) -> Query:
     prompt belongs to the choice."""
 
     def encode(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(tokenizer(text)["input_ids"])
 
     whole = drawn.prefix + item.context
     prompt = encode(whole.rstrip())
@@ -111,6 +112,17 @@ def query_of(tokenizer: Any, drawn: Drawn, item: Item, task: str) -> Query:
         raise Unable(f"a choice of {item.choices} adds no token to its prompt with this tokenizer")
     lengths = tuple(len(choice) - 1 for choice in item.choices)
     return Query(task, prompt, choices, item.gold, lengths if FORMATS[task].normalised else ())
+
+
+def _check_tokenizer(tokenizer: Any, model: str) -> None:
+    """Raises Unable where a text gets tokens after its own: a choice would come behind them."""
+    text = tokenizer("text", add_special_tokens=False)["input_ids"]
+    ids = tokenizer("text")["input_ids"]
+    if ids[len(ids) - len(text) :] != text:
+        raise Unable(
+            f"--model {model}: its tokenizer ends a text with tokens of its own, and choices go on "
+            "with one: set add_eos_token to false in its tokenizer_config.json"
+        )
 
 
 def documents_of(items: Sequence[Item]) -> list[int]:

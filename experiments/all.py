@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from experiments import results_table
-from experiments.common import Unable, console, parser_of, stop
+from experiments.common import Unable, check_rate, console, parser_of, stop
 from experiments.harness import check_fio, duration
 
 #: In the order in which they run: those that need a quiet disk come one after the other.
@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise Unable(f"--dir {args.dir}: no such directory")
         if args.trace is not None and not args.trace.is_file():
             raise Unable(f"--trace {args.trace}: no such file")
+        check_rate(args.disk_gb_s)
         if not args.out.absolute().parent.is_dir():
             raise Unable(f"--out {args.out}: no such directory to make it in")
         args.out.mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 import impress
 from experiments import fio
-from experiments.common import Options, Row, console, print_rows, run, spread
+from experiments.common import Options, Row, Unable, check_room, console, print_rows, run, spread
 from impress.spans.layout import PlaneLayout
 from tiers.base import PAGE, Bytes, Read, Slot, Sums, sums_of
 from tiers.coalesce import TURNS, slice_bytes, slices
@@ -61,7 +61,8 @@ class Segment:
     def __init__(self, folder: Path, n_bytes: int, seed: int) -> None:
         self.tier = SsdTier(folder, n_bytes, None)
         slot = self.tier.reserve(n_bytes)
-        assert slot is not None
+        if slot is None:
+            raise Unable(f"{folder}: no room for {n_bytes >> 20} MiB")
         self.slot: Slot = slot
         self.data: Bytes = aligned(n_bytes)[:n_bytes]
         self.data.view(np.uint64)[:] = np.random.default_rng(seed).integers(
@@ -268,6 +269,7 @@ def compare_stores(folder: Path, n_tokens: int, pairs: int, seed: int) -> Row:
 def experiment(options: Options) -> tuple[dict[str, float], list[Row]]:
     fio.version()
     pairs, n_bytes = (3, 256 * MIB) if options.quick else (9, 1024 * MIB)
+    check_room(options.folder, 2 * n_bytes)  # a segment, a store or fio's file, and some more
     pool = IoPool(N_THREADS)
     segment = Segment(options.folder / "segments", n_bytes, options.seed)
     if not segment.tier.direct:
@@ -279,7 +281,11 @@ def experiment(options: Options) -> tuple[dict[str, float], list[Row]]:
     tokens = n_bytes // GEOMETRY.token_bytes
     writes = [compare_stores(options.folder, tokens, pairs, options.seed)]
     print_rows("Writes", writes)
-    memory = pieces_in_memory(min(n_bytes, 256 * MIB), pool, options.seed) if SHM.is_dir() else []
+    memory, in_memory = [], min(n_bytes, 256 * MIB)
+    if SHM.is_dir() and shutil.disk_usage(SHM).free > 2 * in_memory:
+        memory = pieces_in_memory(in_memory, pool, options.seed)
+    else:
+        console.print(f"note: {SHM} has no {2 * in_memory >> 20} MiB, the tier alone is left out")
     if memory:
         print_rows("The tier alone", memory)
     pool.close(10.0)

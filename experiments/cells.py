@@ -44,6 +44,7 @@ class Cells:
         """`resume` keeps what the file holds. Otherwise it begins empty, and its old contents are
         put aside under an unused name: hours may have gone into them."""
         self._path = state_file(report)
+        self._commit = commit()  # of the code that runs: what is committed meanwhile is not
         self._done: dict[str, list[dict[str, Any]]] = {}
         if self._path is None:
             return
@@ -83,7 +84,7 @@ class Cells:
         """Add a finished cell; it is durable on return where there is a file."""
         cell = {
             "params": dict(params), "rows": list(rows), "took_s": round(took_s, 3),
-            "commit": commit(), "host": machine(),
+            "commit": self._commit, "host": machine(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
         text = json.dumps(cell, default=_plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import math
 import os
 import shutil
 import signal
@@ -142,6 +143,12 @@ def scratch(parent: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, before)
+
+
+def check_rate(gb_s: float | None) -> None:
+    """Raises Unable on a --disk-gb-s that no disk has."""
+    if gb_s is not None and not 0 < gb_s < math.inf:
+        raise Unable(f"--disk-gb-s must be a rate above 0, got {gb_s:g}")
 
 
 def check_room(folder: Path, need: int) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -64,6 +65,8 @@ def cells(options: Options) -> list[Cell]:
             "needs vLLM's environment: make test-vllm, then "
             ".venv-vllm/bin/python -m experiments.goodput"
         ) from None
+    if not 0 < options.more.ttft_ms < math.inf:
+        raise Unable(f"--ttft-ms must be a time above 0, got {options.more.ttft_ms:g}")
     field = Field(options)
     n = len(WAYS) * REQUESTS[options.quick]
     return [

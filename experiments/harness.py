@@ -10,7 +10,6 @@ state file has the cells that were finished when a run stopped, and `--resume` g
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections import Counter
@@ -32,7 +31,7 @@ from rich.progress import (
 
 from experiments import fio
 from experiments.cells import SKIPPED, Cells, state_file
-from experiments.common import Row, Unable, beside, check_given, console, named, scratch
+from experiments.common import Row, Unable, beside, check_given, check_rate, console, named, scratch
 from experiments.figures import check_plotting, plot_all
 from impress.errors import ImpressError
 from impress.report import write_report
@@ -189,8 +188,7 @@ def _check(experiment: Experiment, args: argparse.Namespace) -> None:
     check_given(args.json, args.seed)
     if args.resume and state_file(args.json) is None:
         raise Unable("--resume goes on from what lies beside --json FILE: name that file")
-    if args.disk_gb_s is not None and not 0 < args.disk_gb_s < math.inf:
-        raise Unable(f"--disk-gb-s must be a rate above 0, got {args.disk_gb_s:g}")
+    check_rate(args.disk_gb_s)
     if args.plot is not None and not experiment.plots:
         console.print(f"--plot: {experiment.name} draws nothing")
         args.plot = None

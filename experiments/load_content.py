@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +126,7 @@ def users(
         while not all(user.done() for user in asking):
             total.rss_mb.append(rss_mb())
             total.oldest_lease_s = max(total.oldest_lease_s, store.stats()["oldest_lease_s"])
-            time.sleep(seconds / 40)
+            wait(asking, timeout=seconds / 40)
         for user in asking:
             user.result()
     for one in seen:

@@ -64,10 +64,10 @@ def install(peers: Path) -> None:
         if done.exists():
             continue
         console.print(f"installing {name} in {folder}")
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
-        for packages in recipe:
-            asked = subprocess.run([*pip, *packages], check=False, capture_output=True, text=True)
+        steps = [(sys.executable, "-m", "venv", "--clear", str(folder))]
+        for step in (*steps, *((*pip, *packages) for packages in recipe)):
+            asked = subprocess.run(step, check=False, capture_output=True, text=True)
             if asked.returncode:
                 reason = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
                 console.print(f"{name} cannot be had: {reason[:200]}")

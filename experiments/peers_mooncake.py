@@ -30,8 +30,6 @@ class Mooncake(Pooled):
         os.environ["MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS"] = "1"
         # A file is written once this much waits for it: a prefix.
         os.environ["MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES"] = str(shape.n_bytes)
-        from mooncake.store import MooncakeDistributedStore
-
         self.version = version("mooncake-transfer-engine-non-cuda")
         rpc, meta, metrics = (_free_port() for _ in range(3))
         self._master = subprocess.Popen(
@@ -43,6 +41,16 @@ class Mooncake(Pooled):
             stdout=2,
         )  # fmt: skip
         self.children = [self._master.pid]
+        try:
+            self._begin(folder, shape, meta, rpc)
+        except BaseException:  # nobody else knows it
+            self._master.terminate()
+            raise
+
+    def _begin(self, folder: Path, shape: Shape, meta: int, rpc: int) -> None:
+        """Connect to the master once its metadata server answers."""
+        from mooncake.store import MooncakeDistributedStore
+
         _answers(meta)
         self._client = MooncakeDistributedStore()
         status = self._client.setup(

@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,7 @@ def main(name: str, folder: Path, seed: int, shape: Shape) -> None:
         replies.write(json.dumps(what) + "\n")
         replies.flush()
 
+    system: Any = None
     try:
         from experiments.peers_systems import SYSTEMS
 
@@ -177,6 +180,9 @@ def main(name: str, folder: Path, seed: int, shape: Shape) -> None:
         say({})
     except BaseException as err:
         say({"error": f"{type(err).__name__}: {err}".splitlines()[0][:200]})
+        for child in getattr(system, "children", ()):  # it was not closed
+            with suppress(OSError):
+                os.kill(child, signal.SIGTERM)
         raise
     finally:
         os._exit(0)  # the system leaves threads that nothing ends

@@ -8,7 +8,8 @@ turn right are not deducted). "keys" ranks by the stored keys: the most a sketch
 The pca codecs are fitted to documents of another split.
 
 For 16 or more heads, and for heads of 64, there is no trained model here: recall only, on SYNTHETIC
-keys with the spectrum of the lookup model's, and queries that look at some of them.
+keys with the spectrum of the lookup model's, and queries that look at some of them; there the pca
+codecs are fitted to every second one of the keys they score, which flatters them.
 """
 
 from __future__ import annotations

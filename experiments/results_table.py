@@ -85,7 +85,7 @@ class Reports:
             days = meta.get("cells", {}).get("dates") or [meta["date"][:10]]
             commits = ", ".join(f"`{one}`" for one in measured)
             machine = _processor(meta["host"])
-            date = days[-1] if len(days) == 1 else f"{days[0]}, {days[-1]}"
+            date = ", ".join(days)
             lines.append(f"| {name} | {date} | {commits} | {size} | {machine} | {off} |")
         return "\n".join(lines) + "\n"
 

@@ -69,10 +69,15 @@ class Rounds:
 
 
 def _say_dropped(lines: list[Any], head: Mapping[str, Any]) -> None:
-    """Print a line where rounds of this very cell are measured again: hours may be in them."""
+    """Print a line where rounds that were kept are measured again: hours may be in them."""
     if len(lines) > 1 and lines[0].get("params") == head["params"]:
         other = "commit" if lines[0].get("commit") != head["commit"] else "machine"
         console.print(f"{len(lines) - 1} rounds of another {other} are measured again")
+    elif len(lines) > 1:
+        its, n = lines[0].get("params", {}), len(lines) - 1
+        if n * its.get("in_a_row", 1) < its.get("n", 0):  # else that cell is whole, and kept
+            cell = its.get("cell", "another cell")
+            console.print(f"{n} rounds of {cell}, begun before, are dropped for this one")
 
 
 def _lines(path: Path) -> list[Any]:

@@ -227,13 +227,18 @@ def bench(server: Server, model: Path, n_prompts: int) -> dict[str, Any]:
         "--prefix-repetition-output-len", "8", "--max-concurrency", "4", "--seed", "1",
         "--save-result", "--result-filename", str(result), "--disable-tqdm",
     ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=600,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=600,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:  # what was measured before is not lost for it
+        return {"error": "it took more than 600 s"}
     if done.returncode or not result.exists():
         lines = (done.stderr or done.stdout).strip().splitlines()
         return {"error": lines[-1] if lines else f"exit status {done.returncode}"}
     found: dict[str, Any] = json.loads(result.read_text())
     wanted = ("completed", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "request_throughput")
-    return {name: found.get(name) for name in wanted}
+    if missing := [name for name in wanted if found.get(name) is None]:
+        return {"error": f"its report lacks {', '.join(missing)}"}
+    return {name: found[name] for name in wanted}

@@ -259,7 +259,9 @@ class Bench:
         server is free, such as copies out of an engine's memory, is waited for.
         """
         before = server.behind_bytes
-        served = [server.serve(self.asking(*asked)) for asked in some]
+        asking = [self.asking(*asked) for asked in some]
+        questions = [server.question_of(one) for one in asking]
+        served = [server.serve(*both) for both in zip(asking, questions, strict=True)]
         came = [one.began_s + one.ttft_s for one in served]
         for first_token_s, after in zip(came, served[1:], strict=False):
             after.ttft_s += after.began_s - first_token_s

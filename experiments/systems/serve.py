@@ -136,13 +136,14 @@ class Server:
         self._rates: Rates | None = None  # None: it does not choose a mode yet
         self.watch: Watch | None = None  # sees what each layer brought; for tests
 
-    def serve(self, asking: Asking) -> Served:
-        """Serve a request to its first token."""
+    def serve(self, asking: Asking, question: Question | None = None) -> Served:
+        """Serve a request to its first token. `question`: what `question_of` gave for it, where
+        other requests are served in a row: a device makes it by computing."""
         may_read_all = self.system.auto or isinstance(self.system.policy, Exact)
         outs = None
         if self.store is not None and may_read_all:
             outs = self._memory.outs(self.store.geometry, len(asking.tokens) // WINDOW * WINDOW)
-        question = self._question(asking)
+        question = question or self.question_of(asking)
         begin = self._device.start()
         if self.store is None:
             return self._recompute(begin, len(asking.tokens))
@@ -267,7 +268,8 @@ class Server:
         assert lease.n_tokens >= len(asking.tokens) - self.store.window, "a prefix is not stored"
         return lease
 
-    def _question(self, asking: Asking) -> Question:
+    def question_of(self, asking: Asking) -> Question:
+        """What the request's layers ask, made off the clock."""
         inner = self.system.policy
         if inner is None or isinstance(inner, Exact):
             return Question(Exact(), _nothing)
@@ -278,6 +280,7 @@ def chosen_keys(k: Any, v: Any, positions: Any, rows: Any) -> Any:
     """The keys that belong to the rows of v, where all keys came. `rows`: which row each is."""
     if k.shape[1] == v.shape[1]:
         return k
+    positions = positions.to(k.device)
     return k[:, positions] if rows is None else k[:, rows.argsort()[positions]]
 
 
