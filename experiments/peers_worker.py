@@ -177,12 +177,13 @@ def main(name: str, folder: Path, seed: int, shape: Shape) -> None:
                 break
             say(answer(system, folder, shape, seed, asked))
         system.close()
+        system = None
         say({})
     except BaseException as err:
-        say({"error": f"{type(err).__name__}: {err}".splitlines()[0][:200]})
         for child in getattr(system, "children", ()):  # it was not closed
             with suppress(OSError):
                 os.kill(child, signal.SIGTERM)
+        say({"error": f"{type(err).__name__}: {err}".splitlines()[0][:200]})
         raise
     finally:
         os._exit(0)  # the system leaves threads that nothing ends

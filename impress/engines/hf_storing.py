@@ -113,7 +113,7 @@ class StoreQueue:
         rows = tuple(row[: self._store.admitted(row)] if len(row) else row for row in rows)
         if not any(map(len, whole)):
             outcome.refused = f"it has no whole window of {self._store.window} tokens"
-        elif not any(map(len, rows)) and any(len(row) > hit for row in whole):
+        elif all(len(row) <= hit for row in rows) and any(len(row) > hit for row in whole):
             outcome.refused = 'Config.admit is "second", and this is the first use'
         if n_held != sequences.shape[1] - 1:  # virtual tokens of a prompt-tuned model, say
             outcome.refused = f"the cache holds {n_held} rows for {sequences.shape[1]} tokens"

@@ -242,7 +242,7 @@ class MergedCatalog(Catalog):
         self, n: int, value_of: Callable[[int], bytes | None], gone: Collection[int] = ()
     ) -> int:
         """Try the n spans that waited longest again, and strays that were found; returns how many
-        are shown now. `gone`: see admit; with it, raises StoreFailed. Those not read wait on."""
+        are shown now. `gone`: see admit. Raises StoreFailed; then those not tried wait on."""
         shown, tried, todo, left = 0, 0, list[tuple[int, bytes]](), list[tuple[int, bytes]]()
         try:
             with self.lock:
@@ -253,8 +253,8 @@ class MergedCatalog(Catalog):
                     value = value_of(span)
                     if value is not None and self.knows(span, value):
                         shown += self.admit(span, value, before, gone)
-                except FormatError if gone else (FormatError, StoreFailed):  # noqa: B030 - heirs
-                    left += [(span, before)] * (value is None)  # in the value: nobody finds it
+                except FormatError:  # in the index: it waits on; in the value: nobody finds it
+                    left += [(span, before)] * (value is None)
                 tried += 1
         finally:
             with self.lock:

@@ -17,6 +17,7 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 from vllm import envs
 
 from impress.config import Config
+from impress.engines.vllm import keys
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
 from impress.engines.vllm.loading import directory_of
@@ -296,21 +297,30 @@ def test_an_adapter_that_was_saved_after_vllm_began_is_not_reused(
 
 
 def test_an_adapter_that_was_put_in_place_of_another_after_vllm_began_is_not_reused(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files are old: only the link, or the folder's name, is new."""
-    for name in ("one", "two"):
-        _adapter_in(tmp_path / name, len(name))
-    begun_ns = max(one.stat().st_ctime_ns for one in tmp_path.rglob("*"))
-    link = tmp_path / "a"
-    while True:  # the clock of a file system ticks in milliseconds
-        link.unlink(missing_ok=True)
+    """Its files are old: only a link on the way to them is new. Where that cannot be looked at,
+    nothing is known."""
+    for seed, name in enumerate(("one", "two")):
+        _adapter_in(tmp_path / name, seed)
+    link, first = tmp_path / "current", tmp_path / "a"
+    first.symlink_to("current")
+    link.symlink_to("one")
+    begun_ns = max(one.lstat().st_ctime_ns for one in tmp_path.rglob("*"))
+    lora = SimpleNamespace(lora_name="x", lora_int_id=1, lora_path=str(first))
+    assert _adapter_key(_request(lora_request=lora), Adapters(begun_ns=begun_ns))
+    while link.lstat().st_ctime_ns <= begun_ns:  # the clock of a file system ticks in milliseconds
+        link.unlink()
         link.symlink_to("two")
-        if link.lstat().st_ctime_ns > begun_ns:
-            break
-    lora = SimpleNamespace(lora_name="x", lora_int_id=1, lora_path=str(link))
     with pytest.raises(Unsupported, match="saved after vLLM began"):
         _adapter_key(_request(lora_request=lora), Adapters(begun_ns=begun_ns))
+
+    def fails(_path: str) -> int:
+        raise Unsupported("cannot be read")
+
+    monkeypatch.setattr(keys, "_changed_ns", fails)
+    with pytest.raises(Unsupported, match="cannot be read"):
+        _adapter_key(_request(lora_request=lora), Adapters(begun_ns=1 << 62))
 
 
 def test_an_adapter_loaded_anew_from_its_path_is_not_reused_until_a_restart(

@@ -22,6 +22,7 @@ log = logging.getLogger("impress")
 #: vLLM's extra keys of this kind are digests. The salt becomes the tenant; an adapter is named by
 #: its files, not its path, since a store outlives what lay there.
 _DIGESTED = "prompt_embeds"
+_MOST_LINKS = 40  # as in the kernel
 
 #: (request, first token, end, index of the first multimodal item) -> (keys or None, next index)
 KeysOf = Callable[[Any, int, int, int], tuple[Iterable[Any] | None, int]]
@@ -127,13 +128,12 @@ class Adapters:
                     raise Unsupported(f"adapter {path} is loaded by tensorizer, from other files")
                 now = _adapter(path, self._applied)
                 if not firsts and self._begun_ns is not None and _changed_ns(path) > self._begun_ns:
-                    now = b""
                     raise Unsupported(
                         f"adapter {path} was saved after vLLM began, and vLLM may have loaded what "
                         "was there before"
                     )
             except Unsupported as err:
-                why = str(err)
+                why, now = str(err), b""
         if now and firsts <= {now}:
             self._first.update(dict.fromkeys(known, now))
             return now
@@ -144,12 +144,17 @@ class Adapters:
 
 
 def _changed_ns(path: str) -> int:
-    """When an adapter's files, its folder or a link to one of them were last changed, or put in
-    place of another. (Not those above it.) Raises Unsupported."""
-    folder = Path(path).expanduser()
+    """When an adapter's files, its folder or a link on the way to one of them were last changed, or
+    put in place of another. (Not a folder above it that was renamed.) Raises Unsupported."""
+    folder = Path(path).expanduser().absolute()
     try:
         files = [folder, folder / "adapter_config.json", *folder.glob("adapter_model.*")]
-        looks = [look for file in files for look in (file.stat(), file.lstat())]
+        looks = [file.stat() for file in files]
+        for place in [*files, *folder.parents]:
+            link, n = place, 0
+            while link.is_symlink() and (n := n + 1) < _MOST_LINKS:
+                looks.append(link.lstat())
+                link = link.parent / link.readlink()
         return max(look.st_ctime_ns for look in looks)
     except OSError as err:
         raise Unsupported(f"adapter {path} cannot be read: {err}") from None
