@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import re
@@ -1148,9 +1149,13 @@ def test_quantizers_that_the_config_does_not_tell_of_are_refused(tmp_path, modul
         attach(model, tmp_path / "store")
 
 
-def test_a_rotation_by_the_prompts_length_is_refused_whatever_the_config_says(tmp_path):
+@pytest.mark.parametrize("where", ["its only one", "one of two"])
+def test_a_rotation_by_the_prompts_length_is_refused_whatever_the_config_says(tmp_path, where):
     model = tiny()
-    model.model.rotary_emb.rope_type = "dynamic"
+    rotary = model.model.rotary_emb
+    if where == "one of two":
+        rotary = model.model.layers[1].self_attn.rotary_emb = copy.deepcopy(rotary)
+    rotary.rope_type = "dynamic"
     with pytest.raises(Unsupported, match="RoPE type 'dynamic', which rotates keys by the prompt"):
         attach(model, tmp_path / "store")
 

@@ -384,7 +384,7 @@ def by_page(data, look):
         seen[os.waitstatus_to_exitcode(os.wait()[1])] += 1
     print(seen[0], seen[1], seen[2], seen[3])
 """
-_ALONE = """
+_FILLED = """
 from experiments.faults.content import judge, open_store, put
 from impress.errors import FormatError
 
@@ -392,7 +392,8 @@ with open_store(here / "sound") as store:
     for seed in range(3):
         put(store, seed)
     store.flush()
-
+"""
+_ALONE = """
 def look(copy):
     try:
         with open_store(copy) as store:
@@ -404,17 +405,44 @@ by_page("shards/main/index/data.mdb", look)
 """
 
 
-def test_damage_that_lmdb_notices_is_one_line_wherever_it_does(tmp_path: Path) -> None:
-    """Bit flips found it: the error of the third database that is read came out as LMDB's own.
+_VERIFIED = """
+from impress.upkeep.verify import verify_store
 
-    In processes of their own: LMDB answers some damage by ending the process.
-    """
-    command = [sys.executable, "-c", _BY_PAGE + _ALONE, str(tmp_path)]
+def look(copy):
+    said = verify_store(copy).problems
+    try:
+        open_store(copy).close()
+    except FormatError:
+        os._exit(1 if said else 2)
+    os._exit(0)
+
+by_page("shards/main/index/data.mdb", look)
+"""
+
+
+def by_page(script: str, folder: Path, *args: str) -> list[int]:
+    """How often each of a script's outcomes came, page by page (`_BY_PAGE`), in a process of its
+    own: LMDB answers some damage by ending the process."""
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT
-    )
-    served, refused, wrong, other = map(int, done.stdout.split())
-    assert served and refused and not wrong and not other
+        [sys.executable, "-c", _BY_PAGE + script, str(folder), *args], capture_output=True,
+        text=True, timeout=300, check=True, cwd=ROOT,
+    )  # fmt: skip
+    *said, counts = done.stdout.splitlines()
+    seen = [*map(int, counts.split())]
+    assert not seen[2] and not seen[3], (said, seen, done.stderr)  # wrong, or another error
+    return seen[:2]
+
+
+def test_damage_that_lmdb_notices_is_one_line_wherever_it_does(tmp_path: Path) -> None:
+    """Bit flips found it: the error of the third database that is read came out as LMDB's own."""
+    served, refused = by_page(_FILLED + _ALONE, tmp_path)
+    assert served and refused
+
+
+def test_what_keeps_a_store_from_being_opened_is_not_sound_to_verify(tmp_path: Path) -> None:
+    """It looked at what the index says of spans, and at none of its other pages."""
+    opened, noticed = by_page(_FILLED + _VERIFIED, tmp_path)
+    assert opened and noticed
 
 
 _BESIDE = """
@@ -445,12 +473,8 @@ def test_damage_in_one_shards_index_leaves_the_others_to_be_opened_and_read(
     tmp_path: Path, mode: str
 ) -> None:
     """A page that cannot be read kept out every writer of another shard, and every reader."""
-    command = [sys.executable, "-c", _BY_PAGE + _BESIDE, str(tmp_path), mode]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT
-    )
-    whole, less, wrong, other = map(int, done.stdout.splitlines()[-1].split())
-    assert whole and less and not wrong and not other, done.stdout + done.stderr
+    whole, less = by_page(_BESIDE, tmp_path, mode)
+    assert whole and less
 
 
 def test_rows_that_do_not_match_are_left_out_with_what_hangs_from_them(
@@ -661,35 +685,3 @@ def test_spans_whose_rows_are_gone_with_their_segment_are_damage(
     assert (found["spans"], found["damaged"], found["superseded"]) == (len(records) - 1, 1, 0)
     assert done.exit_code == 1
     assert sum(open_store(geometry).lookup(prompt(256, seed)) == 256 for seed in range(6)) == 5
-
-
-_VERIFIED = """
-from experiments.faults.content import open_store, put
-from impress.errors import FormatError, StoreFailed
-from impress.upkeep.verify import verify_store
-
-with open_store(here / "sound") as store:
-    for seed in range(3):
-        put(store, seed)
-    store.flush()
-
-def look(copy):
-    said = [one.what for one in verify_store(copy).problems]
-    try:
-        open_store(copy).close()
-    except FormatError:
-        os._exit(1 if said else 2)
-    os._exit(0)
-
-by_page("shards/main/index/data.mdb", look)
-"""
-
-
-def test_what_keeps_a_store_from_being_opened_is_not_sound_to_verify(tmp_path: Path) -> None:
-    """It looked at what the index says of spans, and at none of its other pages."""
-    command = [sys.executable, "-c", _BY_PAGE + _VERIFIED, str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT
-    )
-    opened, noticed, passed_over, other = map(int, done.stdout.splitlines()[-1].split())
-    assert opened and noticed and not passed_over and not other, done.stdout + done.stderr

@@ -77,7 +77,8 @@ def attach(
         hf_models.check_model(model)
     geometry = geometry_of(model.config, model.dtype)
     settings = config or Config()
-    check_policy(policy, geometry, getattr(path_or_store, "window", settings.window))
+    given = path_or_store if isinstance(path_or_store, PrefixStore) else settings
+    check_policy(policy, geometry, given.window)
     buffers = None if virtual is None else buffers_of(model, geometry, virtual)
     namespace = namespace_of(model)
     if not isinstance(path_or_store, PrefixStore):

@@ -24,10 +24,10 @@ from impress.engines.hf_modules import (
     check_adapters,
     check_causal,
     check_causal_modules,
-    check_eval,
     check_functions,
     foreign_code,
     modules_of,
+    served_modules,
 )
 from impress.engines.rounding import fpmath
 from impress.errors import BadInput, Unsupported
@@ -227,10 +227,8 @@ def _check_mode(model: Any) -> Found:
     """What is looked at in each request, all its modules among it, which are returned."""
     _check_attention(model.config)
     check_causal(model.config)  # read in every forward, so it may have come after attach
-    found = modules_of(model)
+    found = served_modules(model)
     check_functions(found)
-    check_causal_modules(model, found)
-    check_eval(model, found)
     # As model.device says, which walks the model again.
     device = next(t for t in found.tensors if isinstance(t, torch.nn.Parameter)).device.type
     if torch.is_autocast_enabled(device):

@@ -57,7 +57,7 @@ class Found(NamedTuple):
     kinds: dict[type, Any]
     """The classes of all modules, each with its first."""
     odd: list[Any]
-    """Modules where a flag, a hook or a method of their own is set."""
+    """Modules where a flag, a hook, a method or a rotation of their own is set."""
     tensors: list[torch.Tensor]
     """Parameters and buffers."""
 
@@ -79,6 +79,7 @@ def modules_of(model: Any) -> Found:
         if (
             own.get("training", True) or not own.get("is_causal", True)
             or own.get("_forward_hooks", True) or own.get("_forward_pre_hooks", True)
+            or "rope_type" in own
             # _CALLED, spelled out: a loop over it takes half as long as all else here.
             or "forward" in own or "generate" in own or "prepare_inputs_for_generation" in own
         ):  # fmt: skip
@@ -94,6 +95,14 @@ def modules_of(model: Any) -> Found:
                 classes.pop()
     kinds = {type(module): module for module in reversed(seen.values())}
     return Found(list(seen.values()), classes, kinds, odd, list(tensors.values()))
+
+
+def served_modules(model: Any) -> Found:
+    """As `modules_of`. Raises Unsupported where one is in training mode or sees what follows."""
+    found = modules_of(model)
+    check_causal_modules(model, found)
+    check_eval(model, found)
+    return found
 
 
 def of_package(found: Found, package: str) -> Any:
@@ -137,16 +146,16 @@ def check_causal_modules(model: Any, found: Found) -> None:
             raise Unsupported(
                 f"{_name(model, module)} has is_causal=False: keys depend on what follows them"
             )
+        if module.__dict__.get("rope_type") in ("dynamic", "longrope"):  # whatever the config says
+            raise Unsupported(
+                f"{_name(model, module)} has RoPE type {module.rope_type!r}, which rotates keys by "
+                "the prompt's length"
+            )
     for kind, module in found.kinds.items():
         if kind.__name__ in _BY_PASS:
             raise Unsupported(
                 f"{_name(model, module)} is a {kind.__name__}: keys depend on what follows them; "
                 "attach the model without it"
-            )
-        if module.__dict__.get("rope_type") in ("dynamic", "longrope"):  # whatever the config says
-            raise Unsupported(
-                f"{_name(model, module)} has RoPE type {module.rope_type!r}, which rotates keys by "
-                "the prompt's length"
             )
     if _INT8 not in {kind.__name__ for kind in found.kinds}:
         return

@@ -14,11 +14,10 @@ from impress.engines.hf_modules import (
     Found,
     check_adapters,
     check_causal,
-    check_causal_modules,
-    check_eval,
     foreign_code,
     modules_of,
     of_package,
+    served_modules,
 )
 from impress.errors import StoreMismatch
 from impress.namespace import adapter_settings
@@ -63,10 +62,7 @@ class Weights:
         """
         check_causal(self._model.config)
         check_adapters(self._model)
-        if found is None:
-            found = modules_of(self._model)
-            check_causal_modules(self._model, found)
-            check_eval(self._model, found)
+        found = found or served_modules(self._model)
         if said := foreign_code(self._model, found):
             raise StoreMismatch(f"the model changed since attach(): {said}")
         if self._changed(found):
