@@ -34,9 +34,10 @@ NO_SLOT: Final = "no free write slot"
 class Writer:
     """`PrefixStore.writer`: put rows of any layer in any order, then leave the with-block.
 
-    put may be called from several threads for different layers. Leaving the block normally hands
-    the span to the committer (READY comes later: `stored.wait()` or `flush`); leaving by an
-    exception, or with rows missing, keeps nothing.
+    put may be called from several threads for different layers. Rows of a window that is not whole
+    yet are kept in memory of the writer's own, beside `Config.write_buffer_bytes`. Leaving the
+    block normally hands the span to the committer (READY comes later: `stored.wait()` or `flush`);
+    leaving by an exception, or with rows missing, keeps nothing.
     """
 
     def __init__(
@@ -183,41 +184,23 @@ class Writer:
         with _given_back(buffer):
             self._pack(k, v, buffer, count)
         for w in range(window, window + count):
-            with self._lock:
-                partial = self._partial.pop((layer, w), None)
-            if partial is not None:
-                partial.buffer.release()
+            self._partial.pop((layer, w), None)
         self.draft.write(layer, window, count, buffer)
         self._missing[layer, window : window + count] = 0  # only now: it may have been refused
 
     def _fill(self, layer: int, window: int, inside: int, k: Words, v: Words) -> None:
-        """Part of a window: gathered row by row in a slot of its own until it is whole."""
-        assert self.draft is not None
+        """Part of a window: gathered row by row. It takes a slot only once it is whole: slots held
+        for rows to come would keep these rows from coming."""
         if self._missing[layer, window] == 0:
             return
         partial = self._partial.get((layer, window))
         if partial is None:
-            buffer = self._acquire(self.draft.layout.chunk_bytes)
-            if buffer is None:
-                return
-            with _given_back(buffer):
-                partial = _Partial(buffer, k, v, self._window)
-            with self._lock:
-                if self._closed:  # while this waited for its buffer
-                    buffer.release()
-                    return
-                self._partial[layer, window] = partial
+            partial = self._partial[layer, window] = _Partial(k, v, self._window)
         rows = slice(inside, inside + k.shape[1])
         partial.k[:, rows], partial.v[:, rows] = k, v
         partial.there[rows] = True
         if partial.there.all():
-            with self._lock:
-                if self._partial.pop((layer, window), None) is None:
-                    return  # closed meanwhile, which gave its buffer back
-            with _given_back(partial.buffer):
-                self._pack(partial.k, partial.v, partial.buffer, 1)
-            self.draft.write(layer, window, 1, partial.buffer)
-            self._missing[layer, window] = 0
+            self._send(layer, window, 1, partial.k, partial.v)
 
     def _pack(self, k: Words, v: Words, buffer: Buffer, count: int) -> None:
         """Pack rows of so many windows as pieces: K, then V."""
@@ -267,10 +250,7 @@ class Writer:
 
     def _end(self, keep: bool) -> None:
         """What closing takes. What an exception cut off, the next call does."""
-        with self._lock:
-            begun, self._partial = self._partial, {}
-        for partial in begun.values():
-            partial.buffer.release()
+        self._partial = {}
         if not self.stored.refused and not keep:
             self.stored.refused = "abandoned"
         if not self.stored.refused and self.draft is not None and not self.complete:
@@ -301,10 +281,9 @@ def _given_back(buffer: Buffer) -> Iterator[None]:
 class _Partial:
     """A window of one layer whose rows are still coming in."""
 
-    __slots__ = ("buffer", "k", "there", "v")
+    __slots__ = ("k", "there", "v")
 
-    def __init__(self, buffer: Buffer, k: Words, v: Words, window: int) -> None:
-        self.buffer = buffer
+    def __init__(self, k: Words, v: Words, window: int) -> None:
         self.there = np.zeros(window, dtype=bool)
         self.k = np.zeros((k.shape[0], window, k.shape[2]), dtype=k.dtype)
         self.v = np.zeros((v.shape[0], window, v.shape[2]), dtype=v.dtype)

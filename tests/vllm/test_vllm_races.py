@@ -877,6 +877,34 @@ def test_behind_a_write_that_hangs_one_request_waits_and_no_other(
         saver.close()
 
 
+def test_a_step_that_takes_no_blocks_away_waits_for_no_read_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step stood still while the saver copied up to 16 MiB of some prompt's blocks."""
+    reads, go, read = threading.Event(), threading.Event(), _Zeros.read
+
+    def slow(layout: _Zeros, kv_cache: torch.Tensor, blocks: list[int]) -> Any:
+        reads.set()
+        assert go.wait(60)
+        return read(layout, kv_cache, blocks)
+
+    monkeypatch.setattr(_Zeros, "read", slow)
+    (prompt,) = _beginning_alike(1)
+    with _saver(tmp_path) as (store, saver):
+        try:
+            saver.offer(SaveSpec("r", "r#0", prompt, 256, [1] * 8))
+            assert reads.wait(60)
+            step = threading.Thread(target=saver.drop, args=([],), daemon=True)
+            step.start()
+            step.join(30)
+            assert not step.is_alive()
+        finally:
+            go.set()
+        saver.flush()
+        assert store.lookup(prompt.tokens) == 256
+        saver.close()
+
+
 def test_behind_a_commit_that_hangs_one_request_waits_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

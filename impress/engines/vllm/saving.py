@@ -129,6 +129,8 @@ class Saver:
 
     def drop(self, keys: Sequence[str] | None) -> None:
         """Forget these lives, or (None) all: on return their blocks are no longer read."""
+        if keys is not None and not keys:
+            return  # most steps: they do not wait for a read of blocks that stay
         with self._reading, self._lock:
             for key in self._lives if keys is None else keys:
                 if key in self._lives:
@@ -290,8 +292,8 @@ class Saver:
             if not self._begin(life, spec):
                 return
         assert life.writer is not None
-        # A window that this step only began waits until it is complete: half of one would hold a
-        # write buffer in each layer, and this thread would then wait for buffers itself.
+        # A window that this step only began waits until it is complete: rows of half of one would
+        # be copied once more, to memory of their own, in each layer.
         window = self._store.window
         wanted = min(spec.end, life.n_wanted) // window * window
         while life.n_put < wanted and not life.writer.stored.refused:
