@@ -530,6 +530,16 @@ def test_a_shard_whose_first_open_was_cut_off_does_no_harm_to_the_others(
     assert_serves(store, prompt(128, 2), 128)
 
 
+def test_a_reader_calls_no_space_its_own(open_store: Open, geometry: impress.Geometry) -> None:
+    """It told all segments that it found when it opened as free, for as long as it ran: an alert on
+    free space never went off."""
+    ready(store := open_store(geometry), prompt(128, 1))
+    with open_store(geometry, mode="r") as reader:
+        assert reader.stats()["tiers"]["ssd"]["free"] == 0
+        assert reader.stats()["chunks"]["ssd"] == store.stats()["chunks"]["ssd"] > 0
+    assert store.stats()["tiers"]["ssd"]["used"] > 0
+
+
 def test_segments_without_the_file_of_their_index_are_not_written_over(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

@@ -43,7 +43,7 @@ from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
 from impress.engines.hf_output import FirstLogits, PromptOnce, RawLogits, hearing
 from impress.engines.hf_prefix import StoredPrefix, end_early, end_reads, find_prefix, lock_pages
 from impress.engines.hf_request import Request, totals
-from impress.engines.hf_storing import Outcome, StoreQueue
+from impress.engines.hf_storing import OF_CHOSEN, Outcome, StoreQueue
 from impress.engines.hf_weights import Weights
 from impress.engines.virtual import Virtual as Virtual  # README names it here
 from impress.errors import BadInput, ImpressError, PrefixLost, StoreMismatch
@@ -389,11 +389,10 @@ class Engine:
         undo.pop_all()
         if watch is not None:
             self._auditor.offer(watch)
-        if job is None:
-            return Outcome(refused="rows computed on a part of the prefix are never stored")
-        is_new = any(len(row) > hit for row in job.tokens)
-        if is_new and self._store_new and not job.outcome.refused:
+        outcome = Outcome(refused=OF_CHOSEN) if job is None else job.outcome
+        is_new = job is not None and any(len(row) > hit for row in job.tokens)
+        if job is not None and is_new and self._store_new and not outcome.refused:
             self._storing.offer(job)
-        else:
+        elif job is not None:
             job.release()
-        return job.outcome
+        return outcome if self._store_new else Outcome()

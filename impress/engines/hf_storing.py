@@ -37,6 +37,7 @@ _MOST_WAITING: Final = 4  # requests whose caches may be held back for storing
 #: request takes no lock for it, which a signal could leave taken.
 _STANDS_BACK_S: Final = 0.05
 _LOOK_S: Final = 0.0005
+OF_CHOSEN: Final = "rows computed on a part of the prefix are never stored"
 _MOST_OF_FREE: Final = 0.5  # of a device's memory: the rest is for the next requests
 
 

@@ -8,6 +8,7 @@ from impress.cache.copies import Copies
 from impress.spans.tables import TableCache
 from impress.stats import Counters
 from impress.write.home import Home
+from tiers.base import Usage
 
 
 def standing(
@@ -16,7 +17,8 @@ def standing(
 ) -> dict[str, Any]:  # fmt: skip
     """Counters since open, occupancy now. `leases`: how many, age of the oldest in seconds."""
     counts = home.catalog.counts()
-    usage = {**copies.usage(), "ssd": home.ssd.usage()}
+    # A reader has no space of its own; what it found at open would pass for free.
+    usage = {**copies.usage(), "ssd": home.ssd.usage() if home.shard_name else Usage(0, 0, 0)}
     important = {**copies.important_share(), "ssd": home.history.important_share()}
     return {
         **counts,
