@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import failing_log, flip_a_bit, prompt, said_by_a_child
@@ -25,6 +26,7 @@ from impress.selection.probes_pca import Pca
 from impress.spans import params
 from impress.spans.layout import K
 from impress.spans.params import NONE, Params, decode_params, digest_of, encode_params
+from impress.spans.rows import host_words
 from impress.spans.tables import read_header
 from impress.upkeep.verify import verify_store
 from impress.write import admission, fitting
@@ -104,6 +106,26 @@ def test_an_open_that_is_cut_off_leaves_no_fit_behind(
     store = open_store(SHAPE, probes=("pca25-v1",), shard=0)
     store.flush()  # fits to what is stored
     assert list(params.iterdir())
+
+
+def test_a_fit_sees_rows_of_every_importance(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a span whose rows lie by importance it saw the first chunks: none but the most important
+    rows, and what it said of the error of all others was drawn from these."""
+    fit, seen = Pca.fit, list[Any]()
+    monkeypatch.setattr(fitting, "ENOUGH_TOKENS", 2 * 64)
+    monkeypatch.setattr(Pca, "fit", lambda codec, keys, g: seen.append(keys) or fit(codec, keys, g))
+    store, tokens, (keys, values) = open_store(SHAPE, probes=("pca25-v1",)), prompt(N, 0), rows(0)
+    importance = [np.random.default_rng(layer).permutation(N) for layer in range(2)]
+    store.store(tokens, keys, values, importance=np.float32(importance)).wait(60)
+    store.flush()
+    for layer, given in enumerate(seen):
+        words = host_words(keys[layer], SHAPE)
+        at = [int(np.flatnonzero((words[0] == row).all(axis=1))[0]) for row in given[0]]
+        ranks = sorted(importance[layer][at])
+        assert len(ranks) == 128 and ranks[0] < 128 and ranks[-1] >= 192
+    assert len(seen) == 2
 
 
 def test_the_fallback_serves_until_enough_is_stored_and_parameters_after(open_store: Open) -> None:

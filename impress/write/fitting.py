@@ -206,10 +206,15 @@ class Fitter:
                 self._not_kept.add(codec.name)
 
     def _keys(self, header: SpanHeader, layer: int, count: int) -> Words:
-        """A layer's keys in the first `count` chunks of a span, in any order of rows."""
+        """A layer's keys in `count` chunks of a span, in any order of rows: the first ones; where
+        rows lie by importance, chunks all over it, or the fit would see none but those of most."""
         g, record = self._geometry, header.record
         shape = header.layout.planes[K]
         dest = aligned(count * shape.chunk_bytes)[: count * shape.chunk_bytes]
+        step = 1.0 if header.order is None else record.n_windows / count
         with self._reading(record.span_id):
-            self._ssd.read([header.read_of(layer, K, 0, dest)])
+            self._ssd.read([
+                header.read_of(layer, K, int(i * step), chunk)
+                for i, chunk in enumerate(dest.reshape(count, -1))
+            ])  # fmt: skip
         return plane_words(dest, shape, g.dtype, g.n_kv_heads, g.head_dim)
