@@ -203,6 +203,51 @@ def test_much_history_is_saved_in_parts() -> None:
     h.check()
 
 
+def of_three() -> tuple[History, dict[int, bytes]]:
+    """Room for three spans, of which another shard's writer saves those from 100 on."""
+    size = Remembered.bytes_of(LAYERS, WINDOWS, W)
+    saved = dict[int, bytes]()
+    return History(LAYERS, W, 3 * size, saved.get, saves=lambda span: span < 100), saved
+
+
+def test_what_is_known_of_anothers_spans_is_not_compressed_to_be_thrown_away() -> None:
+    """It was dumped with the rest, and passed for saved, which only its own writer does."""
+    h, saved = of_three()
+    for span in (100, 1, 2, 101):
+        h.request([replace(note([0, 1]), span=span)])
+        if span == 2:
+            saved |= h.dump()
+            h.saved()
+            assert set(saved) == {1, 2} and not h.unsaved
+        h.check()
+    # One of its own went, which can be fetched; what was learnt of the others' nobody else has.
+    assert {100, 101} <= h._spans.keys() and len(h._spans) == 3
+    assert not h.unsaved and h.worth(1, 0) is not None
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_what_is_on_its_way_to_the_index_is_not_dropped(is_saved: bool) -> None:
+    """It passed for saved as soon as it was dumped. Pushed out before it was in the index, it was
+    fetched as it had been before, and saved so; where saving failed, it was gone."""
+    h, saved = of_three()
+    for span in (1, 2, 3):
+        h.request([replace(note([0, 1]), span=span)])
+    saved |= h.dump()
+    h.saved()
+    h.request([replace(note([0, 1]), span=1)])
+    (late,) = h.dump().items()
+    for span in (2, 4):
+        h.request([replace(note([0, 1]), span=span)])
+    h.check()
+    assert late[0] == 1 and 1 in h._spans and 3 not in h._spans
+    if is_saved:
+        h.saved()
+    else:
+        h.not_saved()
+    h.check()
+    assert (1 in h.dump()) is not is_saved
+
+
 def test_ranks_beforehand_count_the_use_they_are_asked_for() -> None:
     h = history()
     for _ in range(3):

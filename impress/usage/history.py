@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from impress.errors import FormatError, StoreFailed
-from impress.usage.remembered import HALF_LIFE, Remembered, decode, encode, head_of
+from impress.usage.remembered import Remembered, decode, encode, faded, head_of, ranks_of
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -80,10 +80,11 @@ class History:
         self, n_layers: int, window: int, budget_bytes: int,
         fetch: Callable[[int], bytes | None] = lambda span: None, tick: int = 0,
         ahead: Callable[[int], int] = lambda span: 0,
+        saves: Callable[[int], bool] = lambda span: True,
     ) -> None:  # fmt: skip
         """`fetch`: a span's saved value, or None; asked when the span is first wanted.
-
         `ahead`: how many requests ahead this is of the shard that saved it: each counts its own.
+        `saves`: whether a span's value is saved by this process, not by the writer of its shard.
         """
         self.tick = tick
         """Requests noted so far, by this process and those before it."""
@@ -92,10 +93,12 @@ class History:
         self._budget_bytes = budget_bytes
         self._fetch = fetch
         self._ahead = ahead
+        self._saves = saves
         self._lock = threading.Lock()
         self._spans: OrderedDict[int, Remembered] = OrderedDict()
         self._changed: set[int] = set()  # since the last dump
-        self._dumped: set[int] = set()  # by it
+        self._dumped: set[int] = set()  # by it, and on their way to the index
+        self._theirs: set[int] = set()  # of other shards: what was learnt here is saved nowhere
         self._unsaved_bytes = 0  # of `_changed`
         self._saved_tick = tick
         self.more = False  # whether the last dump left some
@@ -123,16 +126,18 @@ class History:
             if self._spans.get(span) is not known:
                 self._put(span, known)
             self._spans.move_to_end(span)
-            if span not in self._changed:
+            if not self._saves(span):
+                self._theirs.add(span)
+            elif span not in self._changed:
                 self._changed.add(span)
                 self._unsaved_bytes += known.n_bytes
-            known.scores *= _faded(self.tick - known.tick)  # `worth` tells of this use
+            known.scores *= faded(self.tick - known.tick)  # `worth` tells of this use
             if ordinals is None:
                 known.scores[layer] = np.nan
                 every = np.arange(note.first, note.first + note.count)
                 ordinals = every if chosen is None else chosen
             uses = known.uses[layer]
-            uses *= np.float32(_faded(self.tick - int(known.ticks[layer])))
+            uses *= np.float32(faded(self.tick - int(known.ticks[layer])))
             used = np.zeros(len(uses), dtype=bool)
             used[ordinals // self._window] = True
             uses += used
@@ -208,8 +213,8 @@ class History:
             shares = known.shares(layer, ordinals)
             uses, tick = known.uses[layer], int(known.ticks[layer])
             scores = uses * known.needed(layer, ordinals, shares)
-            ranks = _ranks(uses if by_uses else scores, tick)
-            known.scores[layer] = float(scores.mean()) * _faded(known.tick - tick)
+            ranks = ranks_of(uses if by_uses else scores, tick)
+            known.scores[layer] = float(scores.mean()) * faded(known.tick - tick)
             known.summed = None
             return Worth(ranks, known.known_shares(shares, layer, ordinals))
 
@@ -223,33 +228,32 @@ class History:
             now = self.tick + 1
             uses, needed = np.zeros(n_chunks, dtype=np.float32), np.ones(n_chunks, dtype=np.float32)
             if known is not None and known.n_windows == n_chunks:
-                uses += known.uses[layer] * np.float32(_faded(now - int(known.ticks[layer])))
+                uses += known.uses[layer] * np.float32(faded(now - int(known.ticks[layer])))
                 if not by_uses:
                     needed = known.needed(layer, ordinals, known.shares(layer, ordinals))
             uses[used] += 1
-            return _ranks(uses * needed, now)
+            return ranks_of(uses * needed, now)
 
     def summary(self, span_id: int) -> tuple[float, float] | None:
         """(mean score of the span's chunks now, mean share of important rows or nan); cheap.
 
-        None: nothing is known of the span. Where notes had ordinals the score is what `worth` found
-        last, faded.
+        None: nothing is known of it. Where notes had ordinals the score is `worth`'s last, faded.
         """
         with self._lock:
             known = self._spans.get(span_id)
             if known is not None:
                 score, share, _ = known.summary()
-                return score * _faded(self.tick - known.tick), share
+                return score * faded(self.tick - known.tick), share
         raw, ahead = self._fetched(span_id)
         head = head_of(raw)
         if head is None:
             return None
-        return head.score * _faded(self.tick - ahead - head.tick), head.share
+        return head.score * faded(self.tick - ahead - head.tick), head.share
 
     def important_share(self) -> float | None:
         """Mean share of important rows over the spans in memory; None if none is known."""
         with self._lock:
-            known = list(self._spans.values())
+            known = self._spans.values()
             found = [(one.summary().important, int(one.seen.any(axis=0).sum())) for one in known]
         total = sum(n for _, n in found)
         return sum(share * n for share, n in found if n) / total if total else None
@@ -290,10 +294,15 @@ class History:
             self._saved_tick = self.tick
         return {span: encode(known) for span, known in copies.items()}
 
+    def saved(self) -> None:
+        """The last dump is in the index, from which it can be fetched."""
+        with self._lock:
+            self._dumped = set()
+
     def not_saved(self) -> None:
         """The last dump did not reach the index: the next one gives it again."""
         with self._lock:
-            again = (self._dumped & self._spans.keys()) - self._changed
+            again, self._dumped = (self._dumped & self._spans.keys()) - self._changed, set()
             self._changed |= again
             self._unsaved_bytes += sum(self._spans[span].n_bytes for span in again)
 
@@ -365,20 +374,22 @@ class History:
             n_bytes = known.n_bytes
             del self._spans[span]  # from here on no signal comes between
             self.used_bytes -= n_bytes
+            self._theirs -= {span}
             if span in self._changed:
                 self._changed -= {span}
                 self._unsaved_bytes -= n_bytes
 
     def _shrink(self) -> None:
-        """Forget spans until the rest is within the budget, those noted longest ago first; never
-        the last.
+        """Forget spans until the rest is within the budget, those noted longest ago first.
 
         What is saved goes before what is not, since it can be fetched again. But if nearly all
         is unsaved, nobody saves, or not soon enough: then that makes no difference.
         """
         while self.used_bytes > self._budget_bytes and self._spans:
-            spare = self._changed if 4 * self._unsaved_bytes <= 3 * self._budget_bytes else ()
-            others = islice(self._spans, len(self._spans) - 1)
+            spare = self._changed | self._dumped | self._theirs
+            n_bytes = sum(self._spans[span].n_bytes for span in spare & self._spans.keys())
+            spare = spare if 4 * n_bytes <= 3 * self._budget_bytes else set()
+            others = islice(self._spans, len(self._spans) - 1)  # never the last
             oldest = next(iter(self._spans))
             self._take_out(next((span for span in others if span not in spare), oldest))
 
@@ -386,14 +397,3 @@ class History:
 def budget_of(dram_bytes: int) -> int:
     """Bytes a store's history may hold."""
     return max(dram_bytes // SHARE, LEAST_BYTES)
-
-
-def _faded(requests: int) -> float:
-    """How much a use this many requests ago counts."""
-    return math.exp2(-max(requests, 0) / HALF_LIFE)
-
-
-def _ranks(scores: Floats, tick: int) -> npt.NDArray[np.float64]:
-    """Ranks of scores as of `tick`."""
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.log2(scores.astype(np.float64)) + tick / HALF_LIFE)

@@ -331,3 +331,14 @@ def head_of(raw: bytes | None) -> Head | None:
 
 def _sum(raw: bytes) -> bytes:
     return xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little")
+
+
+def faded(requests: int) -> float:
+    """How much a use this many requests ago counts."""
+    return math.exp2(-max(requests, 0) / HALF_LIFE)
+
+
+def ranks_of(scores: Floats, tick: int) -> npt.NDArray[np.float64]:
+    """Ranks of scores as of `tick`."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log2(scores.astype(np.float64)) + tick / HALF_LIFE)

@@ -254,6 +254,7 @@ class Committer:
             if values or ledgers or warmer:
                 self._index.save_history(values, tick, ledgers, warmer)
                 self._heat_tick = leases
+            self._history.saved()
             is_saved = True
             if self._history.more:  # not what was noted meanwhile: that would never end
                 self.save_history()

@@ -98,6 +98,7 @@ class Home:
         self.history = History(
             identity.geometry.n_layers, identity.window, budget_of(config.dram_bytes),
             self._history_of, self.index.history_tick(), self._ahead_of,
+            self.catalog.own.__contains__,
         )  # fmt: skip
         self.ledgers = Ledgers(self._ledger, self.save_history)
         # Wall-clock time, to count across restarts, but not set back or forward while this runs.
