@@ -6,12 +6,13 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import flip_a_bit, prompt, wait_for_promotions
+from conftest import flip_a_bit, prompt, said_by_a_child, wait_for_promotions
 from hypothesis import given
 from hypothesis import strategies as st
 from test_sparse import N_TOKENS, SHAPES, asked, fill, kv
@@ -29,6 +30,7 @@ from impress.usage.history import Note
 from tiers.base import Read
 from tiers.errors import ReadFailed
 from tiers.iopool import Lane
+from tiers.ticket import Ticket
 
 Open = Callable[..., impress.PrefixStore]
 MIB = 1 << 20
@@ -362,6 +364,22 @@ def test_a_session_closed_in_the_middle_leaves_nothing(open_store: Open) -> None
     wait_for_promotions(store)
     assert store.buffers.used_bytes == 0
     store.check()
+
+
+def test_a_session_closed_in_a_forks_child_waits_for_no_lock(open_store: Open) -> None:
+    """It let go of what was read ahead first, by locks that a thread of the parent may have had."""
+    store = open_store(DEEP["mha"], dram_bytes=0, prefetch_bytes=64 * MIB)
+    fill_deep(store)
+    with store.lease(prompt(N_TOKENS)) as lease, lease.session(Random(keep=0.5)) as session:
+        session.retrieve(0, None)
+        ended(session)
+        with session._foresight._now._ticket._lock:
+            assert said_by_a_child(session.close, limit_s=10) == "returned"
+
+
+def test_a_guess_of_which_nothing_was_begun_is_in_at_once() -> None:
+    """Its ticket had no end, so that a layer's load was timed until somebody waited for it."""
+    assert Ticket(0).done and Ticket(0).ended_s <= monotonic()
 
 
 def test_reads_that_were_not_begun_are_never_begun(open_store: Open) -> None:

@@ -45,7 +45,7 @@ class Ticket:
         self._error: BaseException | None = None
         self._cancelled = False
         self._callbacks: list[Callback] = []
-        self.ended_s = inf  # when it was done, by monotonic
+        self.ended_s = inf if n_tasks else monotonic()  # when it was done
 
     @property
     def done(self) -> bool:

@@ -3,8 +3,8 @@
     retrieve(layer, query): probe records ─identify→ Selection ─gather→ K and V of the chosen rows
 
 What is read in order to choose does not depend on the query, so it is read ahead: probe records of
-every layer, and, where a policy looks at all keys, those of the next layers. If a prefix was stored
-without the records a policy wants, they are made from its keys, which must then be read.
+the next layers, or, where a policy looks at all keys, these. If a prefix was stored without the
+records a policy wants, they are made from its keys, which must then be read.
 """
 
 from __future__ import annotations
@@ -343,6 +343,8 @@ class SparseSession(Session):
         )
 
     def close(self) -> bool:
+        if self._r.forked:
+            return True  # as Session's
         try:
             self._foresight.close()
         finally:
