@@ -14,12 +14,12 @@ import os
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from impress.errors import BadInput, Unsupported
+from impress.foreign import adapter_settings, foreign_modules, foreign_settings, uncompiled
 from impress.weights import (
     StoredTensor,
     add_tensor,
@@ -36,15 +36,6 @@ if TYPE_CHECKING:
 _ENGINE = "transformers"
 _POSITIONS = "after-position absolute"
 _PASSED_BY = "rotary_emb.inv_freq"  # Transformers ignores it in old checkpoints: it has its own
-#: Packages whose classes compute what tensors and settings say.
-_KNOWN = {"torch", "transformers", "peft"}
-#: Packages whose modules, in a quantized model, replace the layers that its settings tell of.
-_QUANTIZERS = {
-    "aqlm", "auto_gptq", "auto_round", "auto_round_extension", "auto_round_kernel", "awq",
-    "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "flute", "fp_quant", "gptqmodel",
-    "hqq", "optimum", "quark", "sinq", "spqr_quant", "torchao", "vptq",
-}  # fmt: skip
-
 # Config keys that change without changing one bit of the keys and values (dtype counts by itself),
 # except the attention kernel: eager and sdpa round differently, and rows of one serve the other.
 _VOLATILE = frozenset(
@@ -54,15 +45,6 @@ _VOLATILE = frozenset(
         *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
         *("output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class"),
-    )
-)
-# Attributes of a PEFT layer.
-_ADAPTER_SETTINGS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-# Keys of a PEFT adapter's config that do not say how it computes.
-_ADAPTER_VOLATILE = frozenset(
-    (
-        *("base_model_name_or_path", "revision", "peft_version", "auto_mapping", "task_type"),
-        *("inference_mode", "runtime_config"),
     )
 )
 # safetensors dtype code -> torch name; a tensor of any other dtype never matches a model's.
@@ -215,23 +197,9 @@ def _weights_of_state(model: Any, odd: Mapping[str, torch.Tensor]) -> bytes:
         read = partial(_bytes, tensor.detach().reshape(-1))
         add_tensor(digest, name, dtype, tuple(tensor.shape), tensor.nbytes, read)
     digest.update(json.dumps(adapter_settings(model)).encode())
-    if kinds := _other_classes(model):
-        digest.update(json.dumps(kinds).encode())
+    if foreign := foreign_settings(model):
+        digest.update(json.dumps(foreign).encode())
     return digest.digest()
-
-
-def _other_classes(model: Any) -> list[list[str]]:
-    """Modules of classes that are neither torch's nor Transformers' nor PEFT's, by name: over the
-    same tensors they may compute something else. Those of a quantizer that have tensors of their
-    own are left out: a quantized model's settings tell of them."""
-    is_quantized = getattr(model.config, "quantization_config", None) is not None
-    found = []
-    for name, module in model.named_modules():
-        kind, has_tensors = type(module), bool(module._parameters or module._buffers)
-        known = _KNOWN | _QUANTIZERS if is_quantized and has_tensors else _KNOWN
-        if kind.__module__.partition(".")[0] not in known:
-            found.append([_uncompiled(name), f"{kind.__module__}.{kind.__qualname__}"])
-    return found
 
 
 def _state(model: Any) -> dict[str, torch.Tensor]:
@@ -247,13 +215,8 @@ def _state(model: Any) -> dict[str, torch.Tensor]:
                 f"namespace: {name} is quantised by torch, or divided ({type(value).__name__}): "
                 "no digest tells such weights: attach the model that is neither"
             )
-        state[_uncompiled(name)] = value
+        state[uncompiled(name)] = value
     return state
-
-
-def _uncompiled(name: str) -> str:
-    """A module's or tensor's name without torch.compile's wrappers, which compute the same."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _odd_buffers(model: Any) -> dict[str, torch.Tensor]:
@@ -269,7 +232,7 @@ def _odd_buffers(model: Any) -> dict[str, torch.Tensor]:
         fresh = _made_anew(module, model.config) if mine else {}
         for name, buffer in mine.items():
             if name not in fresh or not _same_bits(buffer, fresh[name]):
-                odd[f"{_uncompiled(path)}.{name}"] = buffer
+                odd[f"{uncompiled(path)}.{name}"] = buffer
     return odd
 
 
@@ -286,48 +249,9 @@ def _made_anew(module: Any, config: Any) -> dict[str, torch.Tensor]:
         return {}
 
 
-def adapter_settings(model: Any) -> list[list[str]]:
-    """What decides the outcome of PEFT layers besides their tensors: which are active, how scaled,
-    and what their adapters' configs say, some of which (a seed, for one) is nowhere else.
-
-    Pure. Empty for a model without such layers.
-    """
-    layers = [
-        [_uncompiled(name), *(_setting(module, key) for key in _ADAPTER_SETTINGS)]
-        for name, module in model.named_modules()
-        if type(module).__module__.partition(".")[0] == "peft"
-    ]
-    configs = (getattr(model, "peft_config", None) or {}) if layers else {}
-    return [*layers, *([name, _said(config)] for name, config in sorted(configs.items()))]
-
-
-def _setting(module: Any, name: str) -> str:
-    value = getattr(module, name, None)
-    return "" if callable(value) else repr(value)  # a wrapper's attribute may be a model's method
-
-
-def _said(config: Any) -> str:
-    kept = {key: value for key, value in vars(config).items() if key not in _ADAPTER_VOLATILE}
-    return json.dumps(_plain(kept), sort_keys=True)
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON has it, the same whether it was loaded or made: a set has no order."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if value is None or isinstance(value, str | int | float):  # PEFT's enums are texts
-        return value
-    is_settings = is_dataclass(value) and not isinstance(value, type)
-    return _plain(vars(value)) if is_settings else str(value)
-
-
 def _is_of(model: Any, directory: Path) -> bool:
     """Whether a model's config and every tensor are those of the directory, cast to its dtype."""
-    if _other_classes(model):
+    if any(foreign_modules(model)):
         return False
     try:
         files = weight_files(directory)

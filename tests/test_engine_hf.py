@@ -11,6 +11,7 @@ import threading
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -535,12 +536,16 @@ def test_a_row_that_ends_before_its_first_window_keeps_nothing_from_being_stored
         assert [engine.store.lookup(row.numpy().astype(np.int32)) for row in out] == [0, WINDOW]
 
 
-def test_a_reading_engine_stores_nothing(tmp_path):
+@pytest.mark.parametrize("n_tokens", [200, 20])
+def test_a_reading_engine_stores_nothing_and_calls_nothing_refused(tmp_path, n_tokens):
+    """Of a prompt without a whole window, say, it told why it was not stored: whoever watched a
+    reader's `refused`, as CONFIG.md says one can, heard of every such request."""
     with attach(tiny(), tmp_path, store_new=False) as engine:
-        engine.generate(prompts(200), max_new_tokens=2)
+        engine.generate(prompts(n_tokens), max_new_tokens=2)
         engine.flush()
         assert engine.last_request.stored_tokens == 0
-        assert engine.store.lookup(prompts(200)[0].numpy().astype(np.int32)) == 0
+        assert engine.last_request.refused == ""
+        assert engine.store.lookup(prompts(n_tokens)[0].numpy().astype(np.int32)) == 0
 
 
 def test_a_returned_cache_stays_whole_while_later_requests_run(tmp_path):
@@ -1305,6 +1310,59 @@ def test_what_computes_otherwise_over_the_same_tensors_is_noticed(tmp_path, chan
                 engine.generate(tokens, max_new_tokens=1, return_dict_in_generate=True)
         engine.flush()
         assert engine.store.stats()["spans"] == 1
+
+
+@dataclass
+class Control:
+    vector: torch.Tensor | None = None
+    coefficient: float = 1.0
+
+
+class Controlled(Steered):
+    """Steers by a plain attribute, which is set anew at will."""
+
+    def __init__(self, block):
+        super().__init__(block)
+        self.control = Control()
+
+    def forward(self, *args, **named):
+        said = self.control
+        more = 0.0 if said.vector is None else said.coefficient * said.vector
+        return self.block(*args, **named) + more
+
+
+@pytest.mark.parametrize("change", [
+    lambda module: setattr(module, "control", Control(torch.full((64,), 0.5))),
+    lambda module: setattr(module.control, "coefficient", 2.0),
+    lambda module: module.control.vector.add_(1.0),
+    lambda module: setattr(module, "control", Control()),
+])  # fmt: skip
+def test_what_a_foreign_module_keeps_in_plain_attributes_is_another_model(tmp_path, change):
+    """Only its class was looked at: rows computed under one steering vector answered under another,
+    in the same engine and in any that came later."""
+
+    def steered():
+        model = tiny()
+        model.model.layers[0] = Controlled(model.model.layers[0]).eval()
+        model.model.layers[0].control.vector = torch.arange(64) / 64
+        return model
+
+    ids, model = prompts(200), steered()
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        engine.generate(ids, max_new_tokens=1)
+        assert engine.last_request.hit_tokens == 192
+        change(model.model.layers[0])
+        for tokens in (ids, prompts(210, seed=5)):
+            with pytest.raises(StoreMismatch, match=r"layers\.0 .*Controlled.* keeps .* changed"):
+                engine.generate(tokens, max_new_tokens=1)
+        engine.flush()
+        assert engine.store.stats()["spans"] == 1
+    for again, hit in ((model, 0), (steered(), 192)):
+        with attach(again, tmp_path) as engine:
+            engine.generate(ids, max_new_tokens=1)
+            assert engine.last_request.hit_tokens == hit
 
 
 def test_a_linear_that_scales_by_all_of_a_pass_is_refused(tmp_path):

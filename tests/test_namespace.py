@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import functools
 import json
 import os
 import shutil
@@ -11,11 +12,13 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -359,6 +362,68 @@ def test_a_foreign_module_without_tensors_is_another_model_quantized_or_not(save
         # A module with tensors, too: it was taken for a quantizer's, whoever's it was.
         model.model.norm.__class__ = type("Norm", (type(model.model.norm),), {"__module__": "mine"})
         assert namespace_of(model) != plain
+
+
+class Keeps(torch.nn.Tanh):
+    """Of another package, with whatever it is given in plain attributes."""
+
+    def __init__(self, **kept):
+        super().__init__()
+        vars(self).update(kept)
+
+
+def keeping(saved, **kept):
+    model = load(saved)
+    model.model.layers[0].mlp.act_fn = Keeps(**kept)
+    return model
+
+
+def unregistered(weight):
+    module = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(module.weight, weight)
+    torch.nn.init.zeros_(module.bias)
+    return [module]
+
+
+@pytest.mark.parametrize("make", [
+    float, str, lambda n: {"scale": [n, {"at": (n,)}]}, lambda n: {f"tag {n}", "other"},
+    lambda n: torch.full((3,), n), torch.zeros, lambda n: np.full(2, n),
+    lambda n: torch.zeros(2, dtype=(torch.float32, torch.float16)[n - 1]),
+    unregistered, lambda n: Path(str(n)), lambda n: functools.partial(max, n),
+    lambda n: (lambda x: x + n), lambda n: SimpleNamespace(n=n, again=SimpleNamespace),
+    lambda n: torch.device("cpu", n), lambda n: object() if n == 1 else threading.Lock(),
+])  # fmt: skip
+def test_what_a_foreign_module_keeps_is_told_apart_and_made_anew_is_the_same(saved, make):
+    one, same, other = (namespace_of(keeping(saved, kept=make(n))) for n in (1, 1, 2))
+    assert one == same != other
+
+
+def test_what_the_model_has_anyway_is_told_by_its_name(saved):
+    """A wrapper that refers to the model it is in is no other model each time it runs."""
+    model = keeping(saved)
+    kept = model.model.layers[0].mlp.act_fn
+    vars(kept).update(whole=model, own=[model.lm_head.weight], of=model.config, me=kept)
+    namespace = namespace_of(model)
+    model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
+    assert namespace_of(model) == namespace
+    vars(kept)["own"] = [model.model.norm.weight]
+    assert namespace_of(model) != namespace
+
+
+@pytest.mark.parametrize("kept", [torch.empty(2, device="meta"), [object()] * 3 + [*range(20_000)]])
+def test_a_foreign_module_that_keeps_more_than_a_key_can_tell_is_refused(saved, kept):
+    with pytest.raises(Unsupported, match=r"act_fn \(.*Keeps\) keeps more beside its tensors"):
+        namespace_of(keeping(saved, kept=kept))
+
+
+def test_a_users_own_class_of_a_model_is_itself_wherever_it_was_loaded_from(saved, tmp_path):
+    kind = type("Mine", (transformers.LlamaForCausalLM,), {"__module__": "mine"})
+    shutil.copytree(saved, tmp_path / "moved")
+    one, other = (kind.from_pretrained(at).eval() for at in (saved, tmp_path / "moved"))
+    other.generation_config.temperature = 0.3
+    assert namespace_of(one) == namespace_of(other) != namespace_of(load(saved))
+    other.scale = 2.0
+    assert namespace_of(one) != namespace_of(other)
 
 
 def test_a_model_may_lie_in_a_folder_of_any_name(saved, tmp_path):

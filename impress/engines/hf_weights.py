@@ -20,7 +20,7 @@ from impress.engines.hf_modules import (
     served_modules,
 )
 from impress.errors import StoreMismatch
-from impress.namespace import adapter_settings
+from impress.foreign import adapter_settings, foreign_settings
 
 #: Elements of a tensor to notice a change by. Odd, so that a matrix's lie in many columns.
 SAMPLES: Final = 31
@@ -34,7 +34,8 @@ class Weights:
 
     Noticed: a parameter or buffer that is another object, lies elsewhere, has another shape or
     order, or was written so that autograd's version moved; a module of another class, or a new one;
-    another adapter; another number of layers to run; and, whatever way it was written (`.data`,
+    another adapter; what a module of another package keeps in plain attributes; another number of
+    layers to run; and, whatever way it was written (`.data`,
     inference mode, memory used again), a change of the sampled elements. Not noticed: a change that
     moves neither address nor version and hits no sampled element, such as a few rows of an
     embedding through `.data`.
@@ -51,6 +52,7 @@ class Weights:
         self._others = [i for i, tensor in enumerate(tensors) if not _is_plain(tensor)]
         self._samples = self._sampled(tensors)
         self._adapter = _adapter(model, found)
+        self._foreign = foreign_settings(model)
         self._classes = found.classes
         self._n_layers = _n_layers(model)
 
@@ -67,6 +69,12 @@ class Weights:
             raise StoreMismatch(f"the model changed since attach(): {said}")
         if self._changed(found):
             raise StoreMismatch("the model's weights changed since attach(): attach it again")
+        if self._foreign and (now := foreign_settings(self._model)) != self._foreign:
+            name, kind, _ = next((o for o in now if o not in self._foreign), self._foreign[0])
+            raise StoreMismatch(
+                f"what {name} ({kind}) keeps beside its tensors changed since attach(): attach the "
+                "model again"
+            )
 
     def _changed(self, found: Found) -> bool:
         """On a GPU this takes one copy from it."""
