@@ -35,7 +35,15 @@ from test_sparse import N_TOKENS, POLICIES, SHAPES, retrieve_all
 import impress
 from impress.cli.repack import _repacked
 from impress.policy import Exact, Policy
-from impress.repacking.packing import Trial, expected, likely_chosen, plan_repack, tiled, trials_of
+from impress.repacking.packing import (
+    Trial,
+    expected,
+    known_of,
+    likely_chosen,
+    plan_repack,
+    tiled,
+    trials_of,
+)
 from impress.repacking.repack import Repacker
 from impress.repacking.report import LINGERING, RepackReport
 from impress.repacking.span_copy import Gone, SpanPart
@@ -164,6 +172,22 @@ def test_what_one_request_alone_chose_is_no_order(
     assert not store.repack().spans
     look(store, prompt(256), times=1)
     assert store.repack().moved == 1
+
+
+def test_what_one_request_alone_chose_is_no_order_where_others_chose_elsewhere() -> None:
+    """As soon as one window had two decisions, single ones ordered all others."""
+    rng, known = np.random.default_rng(4), Remembered.empty(1, 4, WINDOW)
+    for tick in range(6):
+        known.chose(0, 0, rng.random(2 * WINDOW) < 0.5, tick)
+    known.chose(0, 2 * WINDOW, np.arange(2 * WINDOW) >= WINDOW, 6)  # once
+    halves = known.compared()
+    assert halves is not None
+    found = known_of(known.average(), halves, None, None)
+    assert found is not None
+    plan = plan_repack(*found, None, [(0, 4 * WINDOW)], [PlaneLayout.of(PAGE, WINDOW)], WINDOW, 0)
+    slots = plan.slots[0]
+    assert slots[slots >= 2 * WINDOW].tolist() == [*range(2 * WINDOW, 4 * WINDOW)]
+    assert (np.diff(known.average()[0, slots[slots < 2 * WINDOW]]) <= 0).all()
 
 
 def test_what_was_moved_by_what_requests_chose_does_not_go_back_to_its_first_order(

@@ -127,10 +127,11 @@ def known_of(
     average: Floats | None, halves: Floats | None, stored: Floats | None, order: RowOrder | None
 ) -> tuple[Floats, Sequence[Trial]] | None:
     """What a span's rows are worth, and the trials of an order made from that: by what requests
-    chose (their average, and in halves), else by the importance it was stored with; None where
-    nothing is known."""
-    if average is not None and halves is not None:
-        return average, trials_of(halves)
+    chose (their average, and in halves: nan where only one of them is known), else by the
+    importance it was stored with; None where nothing is known."""
+    if average is not None and halves is not None:  # a window without both keeps its order
+        worth = np.where(np.isnan(halves).any(axis=0), np.float32(0), average)
+        return worth, trials_of(np.nan_to_num(halves, nan=0.0))
     if average is None and stored is not None:
         worth = np.nan_to_num(stored, nan=0.0)
         return worth, [Trial(worth, likely_chosen(worth))]

@@ -130,9 +130,10 @@ class Params:
     def add(
         self, namespace: bytes, codec: str, layers: Sequence[bytes], n_forgets: int
     ) -> bytes | None:
-        """Keep a fit under its digest, returned once it is on stable storage; None if it is not.
+        """Keep a fit under its digest, returned once it is on stable storage; None if it will not.
 
         `n_forgets`: as when the fit began. What it was fitted to may have been forgotten since.
+        Raises StoreFailed where the disk, or the system, does not take it now.
         """
         raw = encode_params(layers)
         if not self._write or len(raw) > MOST_RECORD_BYTES or self._used() + len(raw) > MOST_BYTES:
@@ -152,8 +153,7 @@ class Params:
                 self._say(current)  # first: by its name `forget` finds what a crash leaves of it
                 write_whole(self._folder / digest.hex(), raw)
             except OSError as err:
-                log.warning("probe parameters of %s: %s", codec, err)
-                return None
+                raise StoreFailed(f"{codec}: {err}") from None
             with self._lock:
                 self._current = current
                 self._missing.discard(digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from impress.spans.format import SpanRecord, decode_index, split_index
 from impress.spans.records import wrong_record
 from impress.tree.catalog import Catalog
 from impress.write.directory import Identity, Shard, shards_of
-from impress.write.env import NothingYet
+from impress.write.env import NAMES, NothingYet
 from impress.write.index import Index
 
 
@@ -26,7 +27,8 @@ def index_values(shard: Shard) -> dict[int, bytes]:
     except NothingYet:
         return {}
     try:
-        index.heat(), index.names(), index.to_erase()  # opening reads these, too
+        for name in NAMES:  # all of it: opening reads some, and commits come to every page
+            deque(index.items(name), maxlen=0)
         return dict(index.spans())
     finally:
         index.close()

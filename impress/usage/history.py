@@ -191,12 +191,12 @@ class History:
 
     def halves(self, span_id: int) -> Floats | None:
         """float32 [2, n_layers, n_rows]: the same, for a span of any size, by two halves of the
-        decisions, neither of which knows the other's; None where no window has two."""
+        decisions, neither of which knows the other's; nan in windows without two; None: in all."""
         known = self._recall(span_id, of_any_size=True)
         if known is None:
             return None
         with self._lock:
-            return known.halves.astype(np.float32) if known.seen.all(axis=0).any() else None
+            return known.compared()
 
     def worth(
         self, span_id: int, layer: int, ordinals: Ids | None = None, *, by_uses: bool = False

@@ -169,6 +169,15 @@ class Remembered:
         share = np.repeat(seen / np.maximum(seen.sum(axis=0), 1), self.window, axis=2)
         return np.asarray((self.halves[:, layers] * share).sum(axis=0))
 
+    def compared(self) -> Floats | None:
+        """float32 [2, n_layers, n_rows]: averages of both halves, nan in windows without a decision
+        for each; None where all are."""
+        twice = self.seen.all(axis=0)
+        if not twice.any():
+            return None
+        rows = np.repeat(twice, self.window, axis=1)
+        return np.where(rows, self.halves.astype(np.float32), np.float32(np.nan))
+
     def decided(self, layer: int) -> npt.NDArray[np.bool_]:
         """[n_windows]: whether anything was decided."""
         return np.asarray(self.seen[:, layer].any(axis=0))

@@ -44,6 +44,8 @@ _DAMAGE: Final = (
     lmdb.PageNotFoundError, lmdb.VersionMismatchError,
 )  # fmt: skip
 
+_REBUILD: Final = "impress rebuild makes it again from the segments"
+
 MOUNTS: Final = Path("/proc/self/mountinfo")
 #: Databases of an index.
 NAMES: Final = ("spans", "heat", "names", "history", "guard", "log", "erase")
@@ -300,7 +302,7 @@ def compact(folder: Path) -> None:
 def error_of(folder: Path, err: Exception, *, counted: bool = True) -> ImpressError:
     """What is raised for an error of LMDB's or of the system. `counted`: as of the Env."""
     if isinstance(err, _DAMAGE):
-        again = "impress rebuild makes it again from the segments"
+        again = _REBUILD
         if not counted:  # what looks damaged may be what a writer that came since has written
             again = (
                 "it may not be written here, so a writer knows nothing of this reader: mount it "
@@ -308,6 +310,14 @@ def error_of(folder: Path, err: Exception, *, counted: bool = True) -> ImpressEr
             again += "writable and try again"
         return FormatError(f"index: {_said(folder, err)}; {again}")
     return _failed(folder, err)
+
+
+def commit_failed(folder: Path, err: Exception) -> StoreFailed:
+    """What is raised for a commit that failed."""
+    said = f"index: commit to {folder}: {err}"
+    if os.strerror(errno.EIO) in said:  # what LMDB makes of a write that was cut short
+        said += ", which may be a full disk"
+    return StoreFailed(f"{said}; {_REBUILD}" if isinstance(err, _DAMAGE) else said)
 
 
 def _failed(folder: Path, err: Exception) -> StoreFailed:

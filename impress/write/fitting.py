@@ -4,7 +4,8 @@ READY spans → K planes, layer by layer, verified → codec.fit → Params.add 
 
 Only `flush` and `close` wait for it. Rows are read unpinned: a span evicted meanwhile does not
 match its sums, like one that is damaged, and is left out. A fit for which something was lacking
-(files, memory) is tried again with the next store.
+(files, memory) is tried again with the next store; one that the disk did not take is only written
+again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from impress.errors import ImpressError
+from impress.errors import ImpressError, StoreFailed
 from impress.selection.probes import ProbeCodec, fitted
 from impress.selection.probes_pca import FIT_TOKENS, Pca
 from impress.spans.format import SpanHeader, SpanRecord
@@ -66,6 +67,7 @@ class Fitter:
         self._n_tokens = 0  # READY, as far as the next fit is concerned
         self._unread: set[int] = set()  # spans that did not read back, left out until a restart
         self._not_kept: set[str] = set()  # codecs whose fit was in vain, until a restart
+        self._unwritten: dict[str, tuple[int, list[bytes]]] = {}  # fits that the disk did not take
 
     def begin(self) -> None:
         """Fit what is missing to what is stored already, where that is enough."""
@@ -193,15 +195,21 @@ class Fitter:
 
     def _fit_to(self, spans: Sequence[tuple[SpanHeader, int]], n_forgets: int) -> None:
         for codec in self._missing():
-            layers: list[bytes] = []
-            for layer in range(self._geometry.n_layers):
+            fitted_at, layers = self._unwritten.pop(codec.name, (n_forgets, list[bytes]()))
+            if fitted_at != n_forgets:  # purged since
+                layers = []
+            for layer in range(len(layers), self._geometry.n_layers):
                 if self._closing.is_set():
                     return
                 keys = np.concatenate([self._keys(h, layer, n) for h, n in spans], axis=1)
                 layers.append(codec.fit(keys, self._geometry))
             if self._closing.is_set():  # the shard may be another process's by now
                 return
-            kept = self._params.add(self._namespace, codec.name, layers, n_forgets)
+            try:
+                kept = self._params.add(self._namespace, codec.name, layers, n_forgets)
+            except StoreFailed:
+                self._unwritten[codec.name] = n_forgets, layers
+                raise
             if kept is None and n_forgets == self._params.n_forgets:
                 self._not_kept.add(codec.name)
 

@@ -5,8 +5,6 @@ An index, not a chunk store: values are small, data never passes through it.
 
 from __future__ import annotations
 
-import errno
-import os
 import struct
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -17,16 +15,18 @@ from typing import Any, Final, NamedTuple
 
 import lmdb
 
-from impress.errors import FormatError, StoreFailed
-from impress.spans.format import (
-    SpanRecord,
-    encode_extents,
-    encode_index,
-    extents_of,
-    split_index,
-)
+from impress.errors import FormatError
+from impress.spans.format import SpanRecord, encode_extents, encode_index, extents_of, split_index
 from impress.write.changes import Change, decode, encode
-from impress.write.env import check_whole, close_env, error_of, inode_of, open_dbs, open_env
+from impress.write.env import (
+    check_whole,
+    close_env,
+    commit_failed,
+    error_of,
+    inode_of,
+    open_dbs,
+    open_env,
+)
 from tiers.files import make_folder, spare_of
 
 #: How many ids are noted as given out at a time.
@@ -97,7 +97,7 @@ class Index:
         """Span id -> (leases, lease counter at the last one), as last committed."""
         heat = {
             int.from_bytes(key, "big"): _HEAT.unpack(value)
-            for key, value in self._items("heat")
+            for key, value in self.items("heat")
             if len(value) == _HEAT.size
         }
         return {span: counts for span, counts in heat.items() if max(counts) < _MOST_COUNT}
@@ -117,7 +117,7 @@ class Index:
 
     def ledgers(self) -> list[tuple[bytes, bytes]]:
         """Every guard's ledger, by key."""
-        return list(self._items("guard"))
+        return list(self.items("guard"))
 
     def wear(self) -> bytes:
         """What the write budget said of itself (impress.write.budget), as last committed."""
@@ -125,7 +125,7 @@ class Index:
 
     def names(self) -> dict[bytes, str]:
         """Root key -> what its namespace is called."""
-        return {key: value.decode(errors="replace") for key, value in self._items("names")}
+        return {key: value.decode(errors="replace") for key, value in self.items("names")}
 
     def save_history(
         self, values: Mapping[int, bytes], tick: int, ledgers: Mapping[bytes, bytes],
@@ -243,7 +243,7 @@ class Index:
 
     def to_erase(self) -> dict[int, bytes]:
         """Spans that were deleted and are not erased yet -> what is noted of them."""
-        return {int.from_bytes(key, "big"): note for key, note in self._items("erase")}
+        return {int.from_bytes(key, "big"): note for key, note in self.items("erase")}
 
     def carry(self, notes: Mapping[int, bytes], last: int, wear: bytes) -> None:
         """Carry over what the old index had still to erase, the highest id of a header, `wear`.
@@ -362,7 +362,7 @@ class Index:
             value: bytes | None = txn.get(key, db=self._dbs[db])
             return value
 
-    def _items(self, db: str) -> Iterator[tuple[bytes, bytes]]:
+    def items(self, db: str) -> Iterator[tuple[bytes, bytes]]:
         """All of a database, by key; nothing where there is none. Holds a read transaction."""
         if db in self._dbs:
             with self._read() as txn, txn.cursor(self._dbs[db]) as cursor:
@@ -387,10 +387,7 @@ class Index:
             with self._env.begin(write=True) as txn:
                 yield txn
         except (lmdb.Error, OSError, FormatError) as err:
-            said = f"index: commit to {self._folder}: {err}"
-            if os.strerror(errno.EIO) in said:  # what LMDB makes of a write that was cut short
-                said += ", which may be a full disk"
-            raise StoreFailed(said) from err
+            raise commit_failed(self._folder, err) from err
 
 
 def _id(span: int) -> bytes:
