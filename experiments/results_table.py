@@ -223,7 +223,8 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
     "accuracy": {
         "model": "group", "way": "arm", "questions": "n", "right": "accuracy",
         "points lost": "lost_points", "from": "lost_points_low", "to": "lost_points_high",
-        "KL": "kl", "agreement over 64 tokens": "agreement64", "bytes": "bytes_share",
+        "KL": "kl", "agreement over 64 fed tokens": "agreement64",
+        "same tokens if left alone": "run64", "bytes": "bytes_share",
     },
     "ablation": {"cell": "cell", "system": "system", "p50 ms": "p50_ms", "I/O ms": "io_ms",
                  "MB moved": "mb", "HBM": "hbm", "DRAM": "dram", "fell back": "fell_back"},

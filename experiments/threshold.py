@@ -1,7 +1,7 @@
 """The gate's threshold, from never agreeing to always: keys read and answers (Figs 11, 22).
 
 On the small models that look things up, whose answers are right or wrong, with questions of the RTE
-and COPA shapes: diffuse ones, which no choice of top rows answers, are left out. alpha 0 always
+and COPA shapes: diffuse ones, which no top quarter of rows answers, are left out. alpha 0 always
 falls back, a large alpha never does. All is real here.
 """
 

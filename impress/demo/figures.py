@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from impress.demo.lookup.tasks import TASKS
+
 Row = dict[str, Any]
 
 REUSE_TITLES: Final = {"recompute": "recompute", "ssd": "hit from SSD", "dram": "hit from DRAM"}
@@ -33,6 +35,13 @@ def figures_of(rows: Sequence[Row]) -> dict[str, float]:
             for name, value in _of_mode(some, mode).items():
                 figures.setdefault(f"{where}{mode}.{name}", value)
     return figures
+
+
+def moved_share(figures: dict[str, float], mode: str, checkpoint: str = "") -> float:
+    """Bytes moved ÷ exact's, mean of the tasks: acts ask more or fewer questions of a task, and one
+    task takes twice as many bytes as another."""
+    begin = f"{checkpoint}." if checkpoint else ""
+    return _mean(figures[f"{begin}{task}.{mode}.transferred_share"] for task in TASKS)
 
 
 def _reuse(rows: Sequence[Row]) -> dict[str, float]:

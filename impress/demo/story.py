@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from impress.demo import CHECKPOINTS, SEED, SIZES, n_asked
 from impress.demo.checkpoints import DOCUMENT_TOKENS, unseen
-from impress.demo.figures import Row, figures_of
+from impress.demo.figures import Row, figures_of, moved_share
 from impress.demo.lookup.tasks import questions
 from impress.demo.stage import THREADS, check_installed, lookup_place, prepared, run_step
 from impress.demo.tables import choice_table, reuse_table
@@ -119,13 +119,13 @@ def _repacked(folder: Path, which: str, before: dict[str, float]) -> list[Row]:
     figures = figures_of(rows)
     show(choice_table(figures, MODES, "repacked."))
     moves = ", ".join(
-        f"{mode} {100 * before[f'{mode}.transferred_share']:.1f} before and "
-        f"{100 * figures[f'repacked.{mode}.transferred_share']:.1f} after"
+        f"{mode} {100 * moved_share(before, mode):.1f} before and "
+        f"{100 * moved_share(figures, f'repacked.{mode}'):.1f} after"
         for mode in ("paper", "quality")
     )
     _say(
         f"{moved['spans']} prefixes rewritten ({size(moved['bytes'])}) in "
-        f"{moved['seconds']:.1f} s. Bytes moved for a hit, % of exact's: {moves}."
+        f"{moved['seconds']:.1f} s. Bytes moved for a hit, % of exact's, mean of tasks: {moves}."
     )
     return list(rows)
 
