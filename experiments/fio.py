@@ -11,7 +11,9 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 from experiments.common import Unable
@@ -19,6 +21,9 @@ from experiments.common import Unable
 MISSING: Final = "fio is not installed: apt-get install fio (or dnf, brew, conda install fio)"
 PSYNC_JOBS: Final = 8
 ENGINES: Final = ("libaio", "psync")
+#: How often a disk's rate is read; the median is taken. One run right after much else was deleted
+#: once had a third of the rate, and everything emulated followed it.
+PASSES: Final = 5
 _TIMEOUT_S: Final = 300
 #: Puts fio's memory in huge pages, as a store's buffers are. With small ones a request ends where
 #: the disk's list of memory places is full, 1 MiB at best: by how scattered they were, one virtual
@@ -63,6 +68,14 @@ def read(file: Path, engine: str, block_bytes: int, *, pattern: str, seed: int) 
         f"--rw={pattern}", f"--bs={block_bytes}", f"--randseed={seed}", f"--ioengine={engine}",
         *jobs,
     ], "read")  # fmt: skip
+
+
+def sequential_gb_s(folder: Path) -> float:
+    """The median of as many passes as a yardstick has, over segments of a folder in turn: one pass
+    of one may be half as fast, or as fast again. Raises Unable."""
+    segments = sorted(folder.glob("*.seg"), key=lambda file: (-file.stat().st_size, file.name))
+    turns = islice(cycle(segments), PASSES)
+    return median(read(file, "libaio", 1 << 20, pattern="read", seed=1).gb_s for file in turns)
 
 
 def write(file: Path, n_bytes: int, seed: int) -> FioResult:

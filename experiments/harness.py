@@ -38,9 +38,6 @@ from impress.report import write_report
 
 #: Bytes that fio reads to say how fast the disk is, by `quick`.
 _DISK_BYTES = {False: 1 << 30, True: 256 << 20}
-#: And how often; the median is taken. One run right after much else was deleted once had a third of
-#: the rate, and everything emulated followed it.
-_DISK_READS = 5
 #: How many of the words that --cells knows are listed.
 _MOST_WORDS: Final = 30
 #: Where fio's rate and the rounds' differ by more than this factor, it matters which one is taken.
@@ -349,7 +346,7 @@ def _disk(args: argparse.Namespace, folder: Path, uses_disk: bool) -> Disk:
     fio.write(file, _DISK_BYTES[args.quick], args.seed)
     runs = [
         fio.read(file, "libaio", 1 << 20, pattern="read", seed=args.seed).gb_s
-        for _ in range(_DISK_READS)
+        for _ in range(fio.PASSES)
     ]
     file.unlink()
     return Disk(median(runs), "fio", tuple(runs))

@@ -63,10 +63,9 @@ def _filled(options: Options) -> Path:
 
 
 def _disk_gb_s(path: Path) -> float:
-    """What fio reads of one segment, in order, 1 MiB at a time; nan without fio."""
-    segment = min((path / "shards/main/segments").glob("*.seg"))
+    """What fio reads of the segments; nan without fio."""
     try:
-        return fio.read(segment, "libaio", 1 << 20, pattern="read", seed=1).gb_s
+        return fio.sequential_gb_s(path / "shards/main/segments")
     except Unable as err:
         console.print(f"no rate to compare with: {err}")
         return math.nan
@@ -77,7 +76,8 @@ def _beside_fio(path: Path, row: Row, before: float) -> Row:
     if row["missed"]:  # of fewer prompts more come from memory, and a miss takes no time
         raise Unable(f"{row['missed']} requests found no prompt: the store had no room for all")
     assert not row["wrong"] and not row["left"], row
-    return {**row, "fio GB/s": disk, "of fio": row["SSD GB/s"] / disk}
+    elsewhere = 1 - row["SSD GB/s"] / row["GB/s"]
+    return {**row, "fio GB/s": disk, "of fio": row["SSD GB/s"] / disk, "elsewhere": elsewhere}
 
 
 def _threads(options: Options, n_threads: int, engine: str) -> list[Row]:
@@ -89,7 +89,7 @@ def _threads(options: Options, n_threads: int, engine: str) -> list[Row]:
     except ImpressError as err:
         console.print(f"{engine}: skipped: {err}")
         return [{SKIPPED: str(err)}]
-    row = measured(store, n_threads, seconds, n_prompts, options.seed)
+    row = {**measured(store, n_threads, seconds, n_prompts, options.seed), "written": 0}
     return [_beside_fio(path, row, before)]
 
 
@@ -168,6 +168,7 @@ def _cells(options: Options) -> list[Cell]:
 _SHOWN: Final = {
     "threads": "threads", "processes": "proc.", "engine": "engine", "requests/s": "req/s",
     "p50 ms": "p50 ms", "p99 ms": "p99 ms", "SSD GB/s": "GB/s", "of fio": "of fio",
+    "written": "written",
     "RSS growth MB": "RSS MB", "oldest lease s": "lease s", "compared": "compared",
     "lost": "lost", "missed": "missed",
 }  # fmt: skip
@@ -190,8 +191,10 @@ def _figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
 
 
 _MEANING: Final = {
-    "of fio": "bytes a second from the SSD, verified, beside fio's sequential read of one segment "
-    "just before and after",
+    "of fio": "bytes a second from the SSD, verified, beside fio's sequential read of the segments "
+    "with 32 requests of 1 MiB under way, medians of five just before and after",
+    "elsewhere": "share of the bytes that came from DRAM or from a read under way for another",
+    "written": "prompts that the reading processes stored meanwhile, each in a shard of its own",
     "RSS growth MB": "median of the last quarter of a cell less that of its second; the largest of "
     "the processes",
     "left": "leases, pinned spans and bytes of buffers in use after the last request: must be 0",

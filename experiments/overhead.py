@@ -151,10 +151,9 @@ def _reads(options: Options, n_rounds: int) -> list[Row]:
 
 
 def _disk_gb_s(folder: Path) -> float:
-    """What fio reads of one segment; nan without fio."""
+    """What fio reads of the segments; nan without fio."""
     try:
-        segment = min((folder / "shards/main/segments").glob("*.seg"))
-        return fio.read(segment, "libaio", 1 << 20, pattern="read", seed=1).gb_s
+        return fio.sequential_gb_s(folder / "shards/main/segments")
     except Unable:
         return float("nan")
 

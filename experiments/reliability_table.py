@@ -26,7 +26,8 @@ _TABLES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "load": ("load", {
         "threads": "threads", "reading processes": "processes", "engine": "engine",
         "requests/s": "requests/s", "p50 ms": "p50 ms", "p99 ms": "p99 ms",
-        "GB/s from SSD": "SSD GB/s", "of fio": "of fio", "RSS growth MB": "RSS growth MB",
+        "GB/s from SSD": "SSD GB/s", "of fio": "of fio", "bytes from elsewhere": "elsewhere",
+        "prompts stored": "written", "RSS growth MB": "RSS growth MB",
         "oldest lease s": "oldest lease s", "compared": "compared", "wrong": "wrong",
         "lost": "lost", "left": "left",
     }),

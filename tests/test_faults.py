@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import select
+import signal
 import subprocess
 import sys
 from concurrent.futures import wait
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +55,41 @@ def test_a_flip_costs_no_prompt_but_those_that_need_its_bytes(
     (row,) = flips.flips(tmp_path, 12, 1)
     assert row["missed"] > 0
     assert row["lost"] == row["wrong"] == 0
+
+
+def test_a_worker_that_ends_by_itself_under_a_failing_call_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looked at its exit status: prompts that it never came to passed for whole."""
+
+    def said(*command: str) -> tuple[int, list[str]]:
+        if "experiments.faults.worker" in command:
+            return -signal.SIGABRT, ["kept 0", "refused 1", "kept 2"]
+        return 0, ["missing", "judged 0 0"]
+
+    monkeypatch.setattr(media, "_lines", said)
+    row = media._injected(tmp_path, "pwrite64: EIO", "pwrite64:error=EIO:when=5+37", 60)
+    assert (row["ended"], row["acknowledged"], row["refused"]) == (1, 2, 1)
+
+
+def test_what_hangs_under_an_injection_is_not_left_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """strace alone was killed, and let go of what it traced."""
+    child = "import os, signal; print(os.getpid(), file=open('pid', 'w')); signal.pause()"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    monkeypatch.setattr(media, "SILENCE_S", 0.5)
+    monkeypatch.chdir(tmp_path)
+    pid = tmp_path / "pid"
+    while not pid.exists() or not pid.read_text():  # on a busy machine it may come too late
+        with pytest.raises(subprocess.TimeoutExpired):
+            media._lines(sys.executable, "-c", program)
+    with suppress(ProcessLookupError):
+        fd = os.pidfd_open(int(pid.read_text()))
+        try:
+            assert select.select([fd], [], [], 60)[0]  # it has ended
+        finally:
+            os.close(fd)
 
 
 def test_a_worker_that_ends_by_itself_is_counted() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -132,11 +134,12 @@ def _injected(where: Path, what: str, rule: str, n: int) -> Row:
             _judge(total, where, n, *strace, limit_s=0.5)
             del total["missing"]
             return total
-        lines = _lines(*strace, *_python("worker", where, n), "preadv", "0")
+        status, lines = _lines(*strace, *_python("worker", where, n), "preadv", "0")
     except subprocess.TimeoutExpired:
         total["hangs"] += 1
         return total
     kept = {int(seed) for line in lines if line.startswith("kept") for seed in line.split()[1:]}
+    total["ended"] += status != 0  # strace ends as what it traces did
     total["acknowledged"] = len(kept)
     total["refused"] = sum(line.startswith("refused") for line in lines)
     if total["lost"] is not None and not _goes_on(lines):
@@ -163,7 +166,7 @@ def _judge(total: Row, where: Path, n: int, *before: str, limit_s: float = 5.0) 
 
     LMDB ends a process over some damage: damage that it did not notice until it wrote again.
     """
-    lines = _lines(*before, *_python("reader", where, n), "preadv", f"{limit_s:g}")
+    _, lines = _lines(*before, *_python("reader", where, n), "preadv", f"{limit_s:g}")
     judged = [line.split()[1:] for line in lines if line.startswith("judged")]
     if judged:
         missing = next(line for line in lines if line.startswith("missing"))
@@ -178,9 +181,18 @@ def _python(module: str, where: Path, n: int) -> tuple[str, ...]:
     return (sys.executable, "-m", f"experiments.faults.{module}", str(where), "0", str(n))
 
 
-def _lines(*command: str) -> list[str]:
-    """What a process says until it ends. Raises TimeoutExpired."""
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=4 * SILENCE_S
-    )
-    return done.stdout.splitlines()
+def _lines(*command: str) -> tuple[int, list[str]]:
+    """A process's exit status, and what it said until it ended. Raises TimeoutExpired.
+
+    In a session of its own: killed alone, strace lets what it traces run on.
+    """
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=4 * SILENCE_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, said.splitlines()
