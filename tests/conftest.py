@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,6 +146,21 @@ def read_limit(store: impress.PrefixStore, limit_s: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vars(store.config), "read_timeout_s", limit_s)
         yield
+
+
+class Told:
+    """A lock that says when somebody waits for it."""
+
+    def __init__(self, lock: Any, waited: threading.Event) -> None:
+        self._lock, self._waited = lock, waited
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waited.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def flip_a_bit(path: Path, extent: Extent, off: int = 0) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import failing_log, flip_a_bit, prompt, said_by_a_child
+from conftest import failing_log, flip_a_bit, prompt, read_limit, said_by_a_child
 from test_probes import low_rank_keys
 from test_sparse import asked
 from typer.testing import CliRunner
@@ -159,7 +159,7 @@ def test_parameters_that_do_not_come_are_a_lost_prefix_and_no_request_that_hangs
     with open_store(SHAPE, probes=("pca25-v1",)) as store:
         put(store, 0)
         tokens = put(store, 1)
-    store = open_store(SHAPE, probes=("pca25-v1",), read_timeout_s=0.2)
+    store = open_store(SHAPE, probes=("pca25-v1",))
     come = threading.Event()
     real = params._read_in
 
@@ -172,7 +172,7 @@ def test_parameters_that_do_not_come_are_a_lost_prefix_and_no_request_that_hangs
     with monkeypatch.context() as patch:
         patch.setattr(params, "_read_in", read_in)
         with store.lease(tokens) as lease:
-            with pytest.raises(impress.PrefixLost) as lost:
+            with pytest.raises(impress.PrefixLost) as lost, read_limit(store, 0.2):
                 lease.session(POLICY)
             assert lost.value.reason == reason and store.stats()["lost"] == {reason: 1}
             come.set()
@@ -594,6 +594,20 @@ def test_parameters_that_cannot_be_kept_are_fitted_once(
         assert len(fitted) == SHAPE.n_layers
     put(store, 5)
     assert probes_of(store)[-1][0] == "pca25-v1"
+
+
+def test_all_parameters_together_are_bounded_on_disk_and_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, layers = Params(tmp_path / "params", write=True), (bytes(100),)
+    digests = [kept.add(bytes([i]) * 32, "pca25-v1", (bytes([i]) * 100,), 0) for i in range(3)]
+    monkeypatch.setattr(params, "MOST_BYTES", 150)
+    assert None not in digests
+    assert kept.add(b"n" * 32, "pca25-v1", layers, 0) is None
+    again = Params(tmp_path / "params", write=True)
+    for digest in digests:
+        assert again.layers(digest) is not None
+    assert [again.known(digest) is None for digest in digests] == [True, True, False]
 
 
 def test_where_no_thread_can_be_had_stores_are_ready_and_the_next_fit_makes_good(

@@ -20,6 +20,7 @@ import torch
 from conftest import (
     MIB,
     SMALL,
+    Told,
     assert_serves,
     failing_log,
     flip_a_bit,
@@ -59,7 +60,7 @@ from impress.write.directory import read_identity, shards_of
 from impress.write.leaving import SMALL_PART
 from tiers.base import PAGE, Slot, Usage
 from tiers.errors import MediumError
-from tiers.ticket import Signal, until
+from tiers.ticket import Signal, Ticket, until
 
 Open = Callable[..., impress.PrefixStore]
 WINDOW = 16
@@ -208,6 +209,27 @@ def test_what_was_moved_by_what_requests_chose_does_not_go_back_to_its_first_ord
 def test_the_most_important_rows_are_taken_to_be_chosen() -> None:
     chosen = likely_chosen(np.array([[3, 1, 2, 0], [0, 0, 0, 9]], dtype=np.float32))
     assert chosen.tolist() == [[1, 0, 0, 0], [0, 0, 0, 1]]
+
+
+def test_a_repack_says_that_the_slice_it_is_at_takes_its_time(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    store, late = open_store(geometry), list[bool]()
+    put_prompt(store, prompt(256)).wait(60)
+    look(store, prompt(256))
+    wait = Ticket.wait
+
+    def slow(ticket: Ticket, timeout_s: float) -> bool:
+        if timeout_s == 60.0 and not late:  # the first of a repack's
+            late.append(True)
+            return False
+        return wait(ticket, timeout_s)
+
+    monkeypatch.setattr(Ticket, "wait", slow)
+    assert store.repack().moved == 1 and late
+    assert "a read or write has taken a minute so far" in caplog.text
+    assert_serves(store, prompt(256), 256)
 
 
 def test_bytes_are_spread_over_time_and_days() -> None:
@@ -777,13 +799,19 @@ def test_a_span_that_leaves_while_it_is_counted_has_no_other_leave(
         "leaving": (store._home.leaving, "_gone_bytes"),
         "used": (store.ssd, "usage"),
     }[when]
-    look, ends = getattr(of, name), threading.Thread(target=lease.release)
+    look, ends, waits = getattr(of, name), threading.Thread(target=lease.release), threading.Event()
+    reclaimer = store._home.reclaimer
+    assert reclaimer is not None
+    monkeypatch.setattr(reclaimer, "_lock", Told(reclaimer._lock, waits))
 
     def looked() -> Any:
         found = look()
         if not over and threading.current_thread().name == "impress-commit":
             ends.start()
-            ends.join(0.2 if when == "leaving" else 60)  # where it has to wait, it may
+            if when == "leaving":  # it has to wait
+                assert waits.wait(60)
+            else:
+                ends.join(60)
             over.append(not ends.is_alive())
         return found
 

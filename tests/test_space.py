@@ -219,7 +219,6 @@ def test_a_store_that_a_close_overtook_makes_no_segment_in_the_way_of_the_next(
     two.check()
 
 
-@pytest.mark.usefixtures("impatient")
 def test_an_open_that_fails_as_an_erasing_hangs_keeps_the_shard(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +241,7 @@ def test_an_open_that_fails_as_an_erasing_hangs_keeps_the_shard(
         patch.setattr(SsdTier, "write", hangs)
         patch.setattr(impress.write.home, "COMMIT_TIMEOUT_S", 0.05)
         patch.setattr(impress.write.reclaim, "WRITE_TIMEOUT_S", 0.05)
+        patch.setattr(impress.write.batches, "WRITE_TIMEOUT_S", 0.05)
         with pytest.raises(impress.StoreFailed):
             open_store(geometry, shard=1, **QUIET)
         assert begun.wait(60)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import read_limit, soon
+from conftest import Told, read_limit, soon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_hf import (
@@ -353,21 +353,6 @@ def test_a_request_of_closed_buffers_keeps_its_rows_and_has_no_more():
     rental.release()
 
 
-class Told:
-    """A lock that says when somebody waits for it."""
-
-    def __init__(self, lock, waited):
-        self._lock, self._waited = lock, waited
-
-    def __enter__(self):
-        if not self._lock.acquire(blocking=False):
-            self._waited.set()
-            self._lock.acquire()
-
-    def __exit__(self, *_):
-        self._lock.release()
-
-
 class Counting(HostRanges):
     """A host that counts the memory it gave."""
 
@@ -705,7 +690,7 @@ def test_what_a_late_read_was_to_write_into_is_rented_again_when_it_has_ended(
         assert torch.equal(found, model.generate(ids, max_new_tokens=8, do_sample=False))
 
 
-@pytest.mark.parametrize("n", range(3))
+@pytest.mark.parametrize("n", range(2))
 @pytest.mark.parametrize("policy", [impress.Exact(), impress.Paper(0.25)], ids=["exact", "paper"])
 def test_interrupted_requests_leave_every_slot_to_those_that_come(tmp_path, monkeypatch, policy, n):
     """Each Ctrl-C between renting a slot and making its cache lost one slot for good."""
@@ -719,7 +704,6 @@ def test_interrupted_requests_leave_every_slot_to_those_that_come(tmp_path, monk
                 new_planes = once(RowsLayer._new_planes, n)
                 patched.setattr(RowsLayer, "_new_planes", new_planes)
                 engine.generate(ids, max_new_tokens=8, do_sample=False)
-                raise KeyboardInterrupt  # call n never came
             engine.flush()
         found = engine.generate(ids, max_new_tokens=8, do_sample=False)
         assert engine.last_request.memory == "virtual"
@@ -742,6 +726,7 @@ def test_a_slot_nobody_released_is_not_rented_while_a_read_may_come_back(tmp_pat
         engine.generate(ids, max_new_tokens=1)
         engine.flush()
         engine.store.drop_caches()
+        engine.store.lease(ids[0].to(torch.int32).numpy()).release()  # reads its table in time
         with monkeypatch.context() as patched, read_limit(engine.store, 0.05):
             patched.setattr(SsdTier, "read", hangs)
             patched.setattr(hf.Engine, "_decode", interrupted)

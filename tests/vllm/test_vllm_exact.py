@@ -16,9 +16,11 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 import torch
 
 from impress.engines.vllm.blocks import BlockLayout
+from impress.write.index import Index
 from tests.vllm.served import MIB, SMALL, Served, params, tokens, words
 from tiers.iopool import IoPool
 from tiers.ssd import SsdTier
+from tiers.ticket import Signal, Ticket
 
 Serve = Callable[..., Served]
 
@@ -292,13 +294,21 @@ def test_the_scheduler_starts_no_io_and_waits_for_none(
 
     for name in ("add_request", "schedule", "update_from_output", "finish_requests"):
         watched(name)
-    submit = IoPool.submit
 
-    def guarded(self: Any, *args: Any, **named: Any) -> Any:
-        assert not getattr(inside, "name", ""), f"{inside.name} reads or writes"
-        return submit(self, *args, **named)
+    def guarded(where: Any, what: str) -> None:
+        real = getattr(where, what)
 
-    monkeypatch.setattr(IoPool, "submit", guarded)
+        def call(*args: Any, **named: Any) -> Any:
+            assert not getattr(inside, "name", ""), f"{inside.name} comes to {what}"
+            return real(*args, **named)
+
+        monkeypatch.setattr(where, what, call)
+
+    for where, what in (
+        (IoPool, "submit"), (SsdTier, "read"), (SsdTier, "write"), (Index, "_read"),
+        (Index, "_write"), (Ticket, "wait"), (Ticket, "over"), (Signal, "wait"),
+    ):  # fmt: skip
+        guarded(where, what)
     answers = served.ask(QUESTIONS)
     assert answers[0].n_cached == HIT
     assert {"add_request", "schedule", "update_from_output"} <= set(calls)
