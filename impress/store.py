@@ -133,8 +133,7 @@ class PrefixStore:
         self.buffers = self._copies.buffers()  # engines use them, too
         self._reading = Reading(
             geometry, config, home.ssd, self._copies, self._pool, self.buffers, self.counters,
-            home.quarantine, home.history, home.save_history, params,
-            home.catalog.knows,
+            home.quarantine, home.history, home.save_history, params, home.catalog.knows,
         )  # fmt: skip
         self.write_buffers = slots = BufferPool(config.write_buffer_bytes)
         if home.committer is not None:
@@ -177,7 +176,7 @@ class PrefixStore:
         """Pin the longest stored prefix of whole windows; reads its sums tables.
 
         A prefix is cut before the first table that cannot be read. Never raises for a miss; while
-        all reading threads, or all copying ones, are stuck ("tier off"), every lease is a miss.
+        all reading, or all copying, threads are stuck ("tier off"), every lease is a miss.
         """
         root, labels, _ = self._names_of(token_ids, extra, tenant)
         self._leases.reap()
@@ -191,13 +190,12 @@ class PrefixStore:
                 self.counters.add(f"lost/{lost.reason}")
                 if not lost.harmless:
                     self._home.quarantine(held[len(sources)].record.span_id)
-            reason = "" if sources else miss(off=off, lost=bool(held), short=not labels)
+            why = "" if sources else miss(off=off, lost=bool(held), short=not labels)
             make, end = partial(session_of, self._reading), partial(self._release, held)
-            clock = self._leases.clock
-            lease = Lease(sources, self.window, reason, self._reading, make, end, clock)
+            lease = Lease(sources, self.window, why, self._reading, make, end, self._leases.clock)
             self._leases.add(lease)
             self._home.release(held, len(sources))
-            self.counters.add("hits" if sources else f"misses/{reason.replace(' ', '_')}")
+            self.counters.add("hits" if sources else f"misses/{why.replace(' ', '_')}")
             self.counters.add("hit_tokens", lease.n_tokens)
             return lease
         except BaseException:  # Ctrl-C: nobody has the lease that would unpin the spans
@@ -225,11 +223,15 @@ class PrefixStore:
         tokens, layers = as_tokens(token_ids), self.geometry.n_layers
         n_rows = len(tokens) - an_int(start, "store: start")
         check_layers(keys, values, n_rows, self.geometry)
-        importance = importance_of(importance, (layers, n_rows), "store")
-        with self.writer(tokens, start, extra, wait_s, tenant) as w:
+        given = importance_of(importance, (layers, n_rows), "store")
+        w, whole = self.writer(tokens, start, extra, wait_s, tenant), False
+        try:  # cut off as a `with` is entered, nobody would close it
             for layer in range(layers):
-                scores = None if importance is None else importance[layer]
+                scores = None if given is None else given[layer]
                 w.put(layer, start, keys[layer], values[layer], scores)
+            whole = True
+        finally:
+            w.close(keep=whole)
         return w.stored
 
     def writer(
@@ -238,11 +240,11 @@ class PrefixStore:
     ) -> Writer:  # fmt: skip
         """Begin storing the windows of this prompt that are not stored yet.
 
-        Rows must be put from position `start` on, which must not lie beyond what is stored.
-        Space is reserved here; if there is none, the day's writes are spent or the disk accepts no
-        writes, `writer.stored.refused` says so. `wait_s`: longest wait for each write buffer (a put
-        takes one for every 4 MiB); after that the store is refused. Raises BadInput, and
-        ImpressError where the store is closed or open only for reading.
+        Rows must be put from position `start` on, not beyond what is stored. Space is reserved
+        here; if there is none, the day's writes are spent or the disk accepts none,
+        `writer.stored.refused` says so. `wait_s`: longest wait for each write buffer (a put takes
+        one for every 4 MiB); after that the store is refused. Raises BadInput, and ImpressError
+        where the store is closed or open only for reading.
         """
         if self._admission is None or self._closed:
             raise ImpressError("store: closed" if self._closed else 'store: opened with mode="r"')
@@ -281,10 +283,9 @@ class PrefixStore:
 
         Only in the shard this process writes. `namespaces`: digests of others to purge instead.
         Returns (spans, how many a lease still holds: they go when it ends, or with `close`). The
-        bytes of the rest are gone from the segments on return, as is anything left in free space,
-        whoever's it was; what the index has freed is overwritten by `impress.write.env.compact`, as
-        `impress purge` does. Raises StoreFailed where the disk does not accept the erasing: purge
-        again, or all of it comes back with the next open.
+        bytes of the rest are gone from the segments on return, as is anything left in free space;
+        what the index has freed is overwritten by `impress.write.env.compact`, as `impress purge`
+        does. Raises StoreFailed where the disk does not erase: purge again, or it all comes back.
         """
         leaving = self._usable("purge").leaving  # before anything is erased
         digests = {self.namespace} if namespaces is None else digests_in(namespaces)
@@ -301,10 +302,9 @@ class PrefixStore:
 
         Waits for it. Raises ImpressError unless this process has the store open for writing.
         """
-        self._usable("repack")
-        if self._repacker is None:
-            raise ImpressError("repack: wants a store that this process has open for writing")
-        return self._repacker.run(dry_run=dry_run, max_bytes=max_bytes)
+        if self._usable("repack") and (repacker := self._repacker) is not None:
+            return repacker.run(dry_run=dry_run, max_bytes=max_bytes)
+        raise ImpressError("repack: wants a store that this process has open for writing")
 
     def follow(self) -> bool:
         """Take over now what other processes stored or removed; returns whether there was any."""

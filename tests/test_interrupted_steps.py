@@ -43,6 +43,7 @@ from impress.usage.history import History, Note
 from impress.usage.remembered import Remembered
 from impress.write.home import Home
 from impress.write.reclaim import Reclaim
+from impress.write.writer import Writer
 from tiers import ranges_cuda
 from tiers.base import PAGE, Extent, Slot
 from tiers.errors import ReadFailed
@@ -207,6 +208,35 @@ def test_spans_that_are_let_go_of_step_by_step_are_noted_once_each() -> None:
         catalog.check()
 
     at_each_step(make, act, check)
+
+
+def test_an_interrupted_look_for_a_pass_leaves_its_lock_free(store: impress.PrefixStore) -> None:
+    """Every later repack waited for it for ever."""
+    repacker = store._repacker
+    assert repacker is not None
+
+    def check(_: Repacker) -> None:
+        assert not repacker._pass.locked()
+
+    at_each_step(lambda: repacker, Repacker.cut_off, check)
+    assert store.repack().moved == 1
+
+
+def test_a_store_does_not_depend_on_entering_its_writer(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Ctrl-C came just then, its space and what it hangs from were taken until a restart."""
+
+    def cut_off(_: Writer) -> Writer:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Writer, "__enter__", cut_off)
+    assert put_prompt(store, prompt(128, 9)).wait(60)
+    with pytest.raises(TypeError), monkeypatch.context() as patch:
+        patch.setattr(Writer, "put", lambda: None)
+        put_prompt(store, prompt(128, 10))
+    store.flush()
+    store.check()
 
 
 @pytest.mark.parametrize("how", ["pin", "unpin", "unpin and drop"])

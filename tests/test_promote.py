@@ -103,6 +103,35 @@ def test_selections_and_answers_are_the_same_from_every_tier(
     assert store._copies.chunks[1].tier.usage().used == 0  # and nobody has it pinned
 
 
+def test_a_store_that_closes_reads_no_more_for_its_caches(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It read all that was queued for caches that were about to go: on a slow disk for longer than
+    `close` waits, and then files and memory stayed open."""
+    store, begun, go = open_store(GEOMETRY), threading.Event(), threading.Event()
+    fetch = promote._fetch
+    put_prompt(store, prompt(N)).wait(60)
+
+    def slow(*args: Any) -> None:
+        begun.set()
+        assert go.wait(60)
+        fetch(*args)
+
+    monkeypatch.setattr(promote, "_fetch", slow)
+    query = torch.zeros(GEOMETRY.n_heads, 1, GEOMETRY.head_dim)
+    with store.lease(prompt(N)) as lease, lease.session(Recency(keep=0.2)) as session:
+        for layer in range(GEOMETRY.n_layers):
+            session.retrieve(layer, query, suffix_lse=torch.zeros(GEOMETRY.n_heads, 1))
+    assert begun.wait(60)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    assert until(lambda: store._pool.closing, 60)
+    go.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert store.stats()["promotion_read_bytes"].get("ssd", 0) == 0
+
+
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_what_a_sparse_request_used_climbs_whole_and_nothing_else_does(
     open_store: Open, eviction: str

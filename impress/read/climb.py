@@ -125,6 +125,8 @@ def levels_above(brought: Brought) -> list[ChunkCache]:
 def _climb(load: Load, brought: Brought, levels: Sequence[ChunkCache]) -> None:
     try:
         for i, part in enumerate(load.parts):
+            if load.reading.pool.closing:
+                break
             places = places_of(brought, i)
             at = levels_of([by_part[i] for by_part in load.entries])
             ready = ready_of(part, places) & (at > load.caches.index(levels[0]))

@@ -302,6 +302,8 @@ def _fetch(
     Nothing pins them at home any more: where their space has been given to others, the sums do not
     match, and they stay where they are.
     """
+    if reading.pool.closing:
+        return
     source, layer = some.source, some.layer
     n_windows = source.held.record.n_windows
     granted, entries = cache.admit(source.span, n_windows, layer, chunks, ranks)

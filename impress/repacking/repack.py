@@ -120,13 +120,11 @@ class Repacker:
 
     def cut_off(self) -> list[SpanRecord]:
         """Give back copies of a pass cut off during a write; returns those still written to."""
-        if not self._pass.acquire(blocking=False):
+        if self._pass.locked():
             return []  # a pass is under way
-        try:
+        with self._pass:  # taken otherwise, Ctrl-C could leave it taken
             self._drafts.give_back_rest()
             return self._drafts.records() if self._copier.under_way else []
-        finally:
-            self._pass.release()
 
     def _copies_bytes(self) -> int:
         return self._reserving + sum(draft.owned_bytes for draft in self._drafts.records())

@@ -342,7 +342,7 @@ class Home:
             log.error(said, self._path, self.shard_name)
             self._shard.is_kept = True
         elif self._shard is not None:
-            if ended:
+            if ended and files:
                 self.index.close()
             self._shard.unlock()
 

@@ -34,6 +34,7 @@ Opener = Callable[[], PrefixStore]
 _stores: dict[Path, tuple[PrefixStore, int]] = {}
 _closing: list[PrefixStore] = []  # and those whose closing Ctrl-C cut off
 _lock = threading.Lock()
+_ending = threading.RLock()  # `close` returns at once to whoever comes while another is at it
 
 
 def opened(
@@ -104,7 +105,8 @@ def release(path: Path) -> None:
 
 def _end(store: PrefixStore) -> None:
     """Close a store; if that is cut off, the next call finishes it."""
-    store.close()
+    with _ending:
+        store.close()
     with _lock, suppress(ValueError):  # another thread removed it
         _closing.remove(store)
 
