@@ -327,7 +327,7 @@ class PrefixStore:
             self._admission.fitter.wait(max(ends_s - monotonic(), 0.0))
 
     def close(self) -> None:
-        """Finish queued work, stop threads, release the lock. Idempotent, even if interrupted."""
+        """Finish queued stores, stop threads, release the lock. Idempotent, even if interrupted."""
         if self._closed or os.getpid() != self._pid:  # a forked child must not touch its parent's
             return
         self._closed, limit_s = True, self.config.read_timeout_s
