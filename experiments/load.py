@@ -195,8 +195,8 @@ _MEANING: Final = {
     "with 32 requests of 1 MiB under way, medians of five just before and after",
     "elsewhere": "share of the bytes that came from DRAM or from a read under way for another",
     "written": "prompts that the reading processes stored meanwhile, each in a shard of its own",
-    "RSS growth MB": "median of the last quarter of a cell less that of its second; the largest of "
-    "the processes",
+    "RSS growth MB": "of all memory but the DRAM tier's, which is touched as it fills: median of "
+    "the last quarter of a cell less that of its second; the largest of the processes",
     "left": "leases, pinned spans and bytes of buffers in use after the last request: must be 0",
     "geometry": str(GEOMETRY),
 }
