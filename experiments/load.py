@@ -2,7 +2,7 @@
 
 Threads of one process, by engine; then processes that share a directory: each also writes to a
 shard of its own, and one more process's shard holds what all read. Each request takes a whole
-random prompt, 16 MiB; a sample of the answers is compared. fio reads a segment of the store before
+random prompt, 16 MiB; a sample of the answers is compared. fio reads segments of the store before
 and after each cell. Rates count bytes from the SSD (O_DIRECT: the page cache has no part in it).
 """
 

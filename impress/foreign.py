@@ -6,15 +6,14 @@ steering vector in an attribute, say, that is set anew between two requests.
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import json
 import logging
-import re
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import fields, is_dataclass
-from functools import partial
-from types import ModuleType
+from dataclasses import is_dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from impress.errors import Unsupported
@@ -44,14 +43,21 @@ _LOOKED_AT: Final = {
     "forward", "generate", "prepare_inputs_for_generation", "_hf_hook", "_old_forward",
     "_compiled_call_impl", "_is_hf_initialized",
 }  # fmt: skip
-#: What any PreTrainedModel has, beside private names; its config is in a key by itself.
+#: What Transformers keeps in any of its models; the config is in a key by itself.
 _OF_ANY_MODEL: Final = {
     "name_or_path", "kernel_config", "generation_config", "loss_type", "warnings_issued",
     "all_tied_weights_keys", "gradient_checkpointing", "quantization_method", "is_quantized",
+    "is_loaded_in_4bit", "is_loaded_in_8bit", "hf_device_map", "hf_quantizer", "_tp_plan",
+    "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_device_mesh", "_no_split_modules",
+    "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_skip_keys_device_placement",
+    "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_save", "_previous_max_cache_length", "_loss_function", "_compiled_call",
+    "_last_compile_config", "_require_grads_hook", "_require_grads_hooks",
+    "_gradient_checkpointing_func", "_use_kernels", "_hf_peft_config_loaded",
 }  # fmt: skip
-#: Values that are told of one module: each request tells them again.
+#: Values, and bytes of them, that are told of a model: each request tells them again.
 _MOST_VALUES: Final = 10_000
-_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+_MOST_BYTES: Final = 8 << 20
 
 
 def uncompiled(name: str) -> str:
@@ -117,16 +123,30 @@ def foreign_modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def foreign_settings(model: Any) -> list[list[str]]:
-    """[name, class, digest of all that it keeps beside its parameters and buffers] of each of
-    `foreign_modules`; what a class's code does, its name has to stand for.
+    """[name, class, attribute, digest] of all that each of `foreign_modules` keeps beside its
+    parameters and buffers; what the code of a class or function does, its name has to stand for.
 
     Raises Unsupported, naming the module, where that is more than can be told.
     """
     found = list(foreign_modules(model))
     if not found:
         return []
-    teller = _Teller(model)
-    return [[name, _class_of(module), teller.digest(name, module)] for name, module in found]
+    teller, told = _Teller(model), list[list[str]]()
+    for name, module in found:
+        kind = _class_of(module)
+        told.append([name, kind, "", ""])
+        try:
+            told += [[name, kind, attribute, said] for attribute, said in teller.kept_by(module)]
+        except (_Untold, RecursionError) as err:
+            raise Unsupported(
+                f"{name} ({kind}) keeps {str(err) or 'too much'} beside its tensors, and no key "
+                "can tell that: register it as a buffer, or attach the model without the module"
+            ) from None
+    return told
+
+
+class _Untold(Exception):
+    """What cannot be told."""
 
 
 class _Teller:
@@ -142,35 +162,27 @@ class _Teller:
         self._names = {id(one): uncompiled(name) for name, one in registered}
         self._names[id(model.config)] = "config"
         self._seen: dict[int, tuple[int, Any]] = {}  # with each value: else its id is used again
-        self._n_left = 0
+        self._n_values = self._n_bytes = 0
 
-    def digest(self, name: str, module: Any) -> str:
-        self._seen, self._n_left = {}, _MOST_VALUES
-        told = hashlib.blake2b(digest_size=16, person=b"impress-foreign")
-        try:
-            for text in self._attributes(module):
-                told.update(text.encode(errors="backslashreplace") + b"\0")
-        except (_TooMuch, RecursionError):
-            raise Unsupported(
-                f"{name} ({_class_of(module)}) keeps more beside its tensors than a key could "
-                "tell: keep that elsewhere, or attach the model without the module"
-            ) from None
-        return told.hexdigest()
-
-    def _attributes(self, module: Any) -> Iterator[str]:
-        is_model = any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
+    def kept_by(self, module: Any) -> Iterator[tuple[str, str]]:
+        """(attribute, digest) of what is its own. Raises _Untold."""
+        known = self._own
+        if any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
+            known = known | _OF_ANY_MODEL
         for name, value in sorted(vars(module).items()):
-            if name in self._own or (is_model and _is_of_any_model(name)):
-                continue
-            yield name
-            yield from self._told(value)
+            if name not in known:
+                told = hashlib.blake2b(digest_size=16, person=b"impress-foreign")
+                for text in self._told(value):
+                    told.update(text.encode(errors="backslashreplace") + b"\0")
+                yield name, told.hexdigest()
 
     def _told(self, value: Any) -> Iterator[str]:
         """A value as texts."""
-        self._n_left -= 1
-        if self._n_left < 0:
-            raise _TooMuch
+        self._n_values += 1
+        if self._n_values > _MOST_VALUES:
+            raise _Untold(f"more than {_MOST_VALUES:,} values")
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+            self._count(len(value) if isinstance(value, str | bytes) else 0)
             yield f"{type(value).__name__} {value!r}"
         elif (name := self._names.get(id(value))) is not None:
             yield f"the model's {name}"
@@ -182,14 +194,21 @@ class _Teller:
             yield from self._inside(value)
             yield "end"
 
+    def _count(self, n_bytes: int) -> None:
+        self._n_bytes += n_bytes
+        if self._n_bytes > _MOST_BYTES:
+            raise _Untold(f"more than {_MOST_BYTES:,} bytes")
+
     def _inside(self, value: Any) -> Iterator[str]:
         """What an object has."""
         if isinstance(value, self._torch.Tensor):
+            self._count(value.nbytes)
             yield _tensor(value)
         elif isinstance(value, self._torch.nn.Module):  # which no other module registers
-            for kept in (value._parameters, value._buffers, value._modules):
-                yield from self._told(dict(kept))
-            yield from self._attributes(value)
+            yield from self._told([dict(value._parameters), dict(value._buffers)])
+            yield from self._told(dict(value._modules))
+            for name, said in self.kept_by(value):
+                yield f"{name} {said}"
         elif isinstance(value, Mapping):
             for key, each in value.items():
                 yield from self._told(key)
@@ -199,41 +218,50 @@ class _Teller:
         elif isinstance(value, list | tuple):
             for each in value:
                 yield from self._told(each)
-        elif isinstance(value, partial):
-            yield from self._told([value.func, value.args, value.keywords])
-        elif isinstance(value, ModuleType | type | logging.Logger) or callable(value):
-            yield from self._code(value)
-        elif hasattr(value, "to_dict"):  # a config of Transformers
-            yield from self._told(value.to_dict())
-        elif hasattr(value, "tobytes"):  # numpy's
-            digest = hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()
-            yield f"{getattr(value, 'dtype', '')} {getattr(value, 'shape', '')} {digest}"
-        elif is_dataclass(value):
-            yield from self._told({one.name: getattr(value, one.name) for one in fields(value)})
-        elif hasattr(value, "__dict__"):
-            yield from self._told(dict(sorted(vars(value).items())))
-        elif type(value).__module__ != "_thread":  # a lock is taken or free
-            yield _ADDRESS.sub("", repr(value))
+        elif isinstance(value, ModuleType | type | logging.Logger):
+            yield _name_of(value)
+        elif isinstance(value, FunctionType):  # with what it is given, but not what it looks up
+            cells = [_content(cell) for cell in value.__closure__ or ()]
+            yield _name_of(value)
+            yield from self._told([cells, value.__defaults__, value.__kwdefaults__, vars(value)])
+        elif isinstance(value, weakref.ref):
+            yield from self._told(value())
+        elif isinstance(value, MethodType):
+            yield from self._told([value.__func__, value.__self__])
+        elif hasattr(value, "to_dict") and _class_of(value).startswith("transformers."):
+            yield from self._told(value.to_dict())  # a config
+        else:
+            yield from self._state(value)
 
-    def _code(self, value: Any) -> Iterator[str]:
-        """A class or function is what its name says, as a module's class is; and what it is bound
-        to."""
-        yield f"{getattr(value, '__module__', '')}.{_name_of(value)}"
-        if (owner := getattr(value, "__self__", None)) is not None:
-            yield from self._told(owner)
-        elif not isinstance(value, ModuleType | type | logging.Logger):
-            cells = getattr(value, "__closure__", None) or ()
-            with suppress(ValueError):  # an empty one
-                yield from self._told([cell.cell_contents for cell in cells])
-            yield from self._told(dict(getattr(value, "__dict__", {})))
+    def _state(self, value: Any) -> Iterator[str]:
+        """What would make it again, as copies and pickles have it."""
+        if hasattr(value, "__array_interface__"):  # numpy's
+            self._count(value.nbytes)
+            yield f"{value.dtype} {value.shape}"
+            yield from self._told(value.tolist() if value.dtype.hasobject else value.tobytes())
+        elif type(value).__module__ == "_thread":
+            return  # a lock is taken or free
+        else:
+            try:
+                reduce = copyreg.dispatch_table.get(type(value))
+                made = value.__reduce_ex__(4) if reduce is None else reduce(value)
+            except Exception:  # whatever it raises
+                if not (callable(value) and hasattr(value, "__name__")):  # numpy.sin, say
+                    raise _Untold(f"a {_class_of(value)}") from None
+                made = value.__name__
+            parts = made if isinstance(made, str) else [
+                [*part] if isinstance(part, Iterator) else part for part in made
+            ]  # fmt: skip
+            yield from self._told(parts)
+            if hasattr(value, "__dict__") and not isinstance(made, str):  # left out of a pickle
+                yield from self._told(vars(value))
 
 
-class _TooMuch(Exception):
-    """More than _MOST_VALUES."""
-
-
-def _is_of_any_model(name: str) -> bool:
-    return name.startswith(("_", "hf_", "is_loaded_in_")) or name in _OF_ANY_MODEL
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty one
+        return None
 
 
 def _class_of(value: Any) -> str:
@@ -242,7 +270,8 @@ def _class_of(value: Any) -> str:
 
 
 def _name_of(code: Any) -> str:
-    return str(getattr(code, "__qualname__", "") or getattr(code, "__name__", "") or type(code))
+    name = getattr(code, "__qualname__", "") or getattr(code, "__name__", "") or code.name
+    return f"{getattr(code, '__module__', '')}.{name}"
 
 
 def _tensor(value: torch.Tensor) -> str:
@@ -252,6 +281,6 @@ def _tensor(value: torch.Tensor) -> str:
     try:
         flat = value.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError):  # meta, sparse, quantized
-        raise _TooMuch from None
+        raise _Untold(f"a tensor of {value.dtype} on {value.device}") from None
     digest = hashlib.blake2b(flat, digest_size=16).hexdigest()
     return f"{value.dtype} {tuple(value.shape)} {digest}"

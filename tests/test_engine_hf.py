@@ -312,14 +312,22 @@ def test_rows_that_do_not_fill_their_pages_have_the_bits_of_continuing(tmp_path,
 
 
 def test_chunked_prefill_over_a_hit_has_the_bits_of_continuing(tmp_path):
+    """Before 5.21 Transformers went over the whole prompt again, behind the rows of a hit: another
+    answer came, and it passed for exact."""
     model, ids = tiny(), prompts(200)
+    options = {"prefill_chunk_size": 3, "output_logits": True, "return_dict_in_generate": True}
+    alone = model.generate(ids, max_new_tokens=4, do_sample=False, **options)
     with attach(model, tmp_path) as engine:
         engine.generate(ids, max_new_tokens=1)
         engine.flush()
-        options = {"prefill_chunk_size": 3, "output_logits": True, "return_dict_in_generate": True}
         mine = engine.generate(ids, max_new_tokens=4, **options)
-        assert engine.last_request.hit_tokens == 192
-    assert_same_bits(mine, continued(model, ids, ids, 192, 4, prefill_chunk_size=3))
+        hit, why = engine.last_request.hit_tokens, engine.last_request.why
+    assert torch.equal(mine.sequences, alone.sequences)
+    if hf_models._VERSION < (5, 21):
+        assert hit == 0 and "prefill_chunk_size wants Transformers 5.21" in why
+    else:
+        assert hit == 192
+        assert_same_bits(mine, continued(model, ids, ids, 192, 4, prefill_chunk_size=3))
 
 
 # --- storing --------------------------------------------------------------------------------------

@@ -571,6 +571,7 @@ def test_parameters_that_cannot_be_kept_are_fitted_once(
     that was full when the fit ended kept it from all that came until a restart."""
     fit, fitted = Pca.fit, []
     monkeypatch.setattr(Pca, "fit", lambda *args: fitted.append(1) or fit(*args))
+    tried = list[int]()
     store = open_store(SHAPE, probes=("pca25-v1",))
     with monkeypatch.context() as patch:
         if why == "too large":
@@ -578,12 +579,15 @@ def test_parameters_that_cannot_be_kept_are_fitted_once(
         else:
 
             def full(*_: object) -> None:
+                tried.append(1)
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-            patch.setattr(params, "write_whole", full)
+            patch.setattr(params, "check_room", full)
         for seed in range(4):
             put(store, seed)
     assert len(fitted) == SHAPE.n_layers
+    assert len(tried) == (why != "too large")  # and then left alone for a while
+    monkeypatch.setattr(store._admission.fitter, "_again_s", 0.0)
     assert {name for name, _ in probes_of(store)} == {"int4-v1"}
     if why == "too large":
         store.close()

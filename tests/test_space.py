@@ -498,15 +498,16 @@ def test_a_refused_store_gives_its_space_back_where_there_is_no_memory_to_wipe_i
     store.check()
 
 
-def test_a_part_of_a_window_put_while_its_writer_closes_gives_its_buffer_back(
+def test_the_rest_of_a_window_put_while_its_writer_closes_gives_its_buffer_back(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The closed writer kept it for good, and `close` met a dictionary that changed under it."""
     store, tokens = open_store(geometry, **QUIET), prompt(256, 1)
     writer = store.writer(tokens)
-    keys, values = kv_of(tokens[:5], geometry)
-    writer.put(0, 0, keys[0], values[0])
-    pool, acquire, release = store.write_buffers, store.write_buffers.acquire, Buffer.release
+    keys, values = kv_of(tokens[:64], geometry)
+    for layer in (0, 1):
+        writer.put(layer, 0, keys[layer][:, :5], values[layer][:, :5])
+    pool, acquire = store.write_buffers, store.write_buffers.acquire
     waits, go = threading.Event(), threading.Event()
 
     def late(*asked: Any) -> Buffer | None:
@@ -515,19 +516,13 @@ def test_a_part_of_a_window_put_while_its_writer_closes_gives_its_buffer_back(
         assert go.wait(60)
         return buffer
 
-    def released(buffer: Buffer) -> None:
-        """The other thread's put ends while this one closes."""
-        if threading.current_thread() is not other:
-            go.set()
-            other.join(60)
-        release(buffer)
-
     monkeypatch.setattr(pool, "acquire", late)
-    other = threading.Thread(target=writer.put, args=(1, 0, keys[1], values[1]))
+    other = threading.Thread(target=writer.put, args=(1, 5, keys[1][:, 5:], values[1][:, 5:]))
     other.start()
     assert waits.wait(60) and pool.used_bytes
-    monkeypatch.setattr(Buffer, "release", released)
     writer.close(keep=False)
+    go.set()
+    other.join(60)
     assert not other.is_alive() and not pool.used_bytes
     assert_all_comes_back(store)
 

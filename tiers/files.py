@@ -168,16 +168,21 @@ def spare_of(folder: Path) -> int:
     return min(stat.f_blocks * stat.f_frsize // 16, MOST_SPARE)
 
 
+def check_room(folder: Path, n_bytes: int, more: int = 0) -> None:
+    """Raises OSError where n_bytes would not leave what is spare, and `more`."""
+    stat, spare = os.statvfs(folder), spare_of(folder)
+    if spare and stat.f_bavail * stat.f_frsize < n_bytes + spare + more:
+        said = f"{os.strerror(errno.ENOSPC)} (but {spare + more} bytes, which the index may need)"
+        raise OSError(errno.ENOSPC, said)
+
+
 def make_full(path: Path, n_bytes: int, more: int = 0) -> None:
     """A new file for its owner alone, all its blocks taken, on stable storage on return.
 
     `more`: bytes to leave besides what is spare. Raises OSError; however it ends, no partial file
     stays.
     """
-    stat, spare = os.statvfs(path.parent), spare_of(path.parent)
-    if spare and stat.f_bavail * stat.f_frsize < n_bytes + spare + more:
-        said = f"{os.strerror(errno.ENOSPC)} (but {spare + more} bytes, which the index may need)"
-        raise OSError(errno.ENOSPC, said)
+    check_room(path.parent, n_bytes, more)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         give_to_owner(path)

@@ -93,7 +93,7 @@ class Modes:
             said = "off" if ledger is None else self._store.ledgers.said(ledger)
             why = missed
             if prompt.whole:
-                why = f"{prompt.whole} is of every token of the prompt, so none is reused"
+                why = f"{prompt.whole}, so none is reused"
             return Way(policy, Choice("recompute", f"recompute: {why}"), guard=said)
         stored = self._stored(prompt, prefix)
         if ledger is None:

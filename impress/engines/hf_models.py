@@ -38,8 +38,7 @@ FAMILIES = ("opt", "llama", "qwen2", "qwen3", "mistral")
 ATTENTION = ("sdpa", "eager")  # the stock kernels whose result was compared bit by bit
 DEFAULT_NEW_TOKENS = 32
 
-# Arguments of generate() that would change what the prompt is, where its rows are, or who owns
-# the cache; a value of None asks for nothing.
+# Arguments that would change the prompt, where its rows lie or whose the cache is, unless None.
 _REFUSED = {
     "past_key_values": "the engine brings the cache of every request",
     "inputs_embeds": "a prefix is known by its token ids",
@@ -70,8 +69,14 @@ _ONE = {
     "num_return_sequences": "one per row",
     "guidance_scale": "guidance runs the model on a second prompt in the midst of a request",
 }
-# Outputs of generate() with a row for each token that was computed.
-_WHOLE = ("output_hidden_states", "output_attentions")
+# Settings under which no row is reused, and why.
+_WHOLE = {
+    name: f"{name} is of every token of the prompt"
+    for name in ("output_hidden_states", "output_attentions")
+}
+_VERSION: Final = Version(transformers.__version__).release
+if _VERSION < (5, 21):  # over a cache that holds rows
+    _WHOLE["prefill_chunk_size"] = "prefill_chunk_size wants Transformers 5.21 on a hit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ class Prompt:
     n_new: int  # most tokens generate() may add
     options: dict[str, Any]  # generate()'s other arguments
     returns_cache: bool  # the caller gets past_key_values back
-    whole: str  # the setting that wants rows of every token, so that none is reused; "" for none
+    whole: str  # why no row may be reused, "" where rows may
     found: Found  # the model's modules, as the check of this request found them
 
 
@@ -218,7 +223,7 @@ def check_request(
         n_new=n_new,
         options=kwargs,
         returns_cache=bool(setting(model, kwargs, "return_dict_in_generate")),
-        whole=next((name for name in _WHOLE if setting(model, kwargs, name)), ""),
+        whole=next((_WHOLE[name] for name in _WHOLE if setting(model, kwargs, name)), ""),
         found=found,
     )
 
@@ -238,7 +243,7 @@ def _check_mode(model: Any) -> Found:
 
 
 #: Before Transformers 5.19 RoPE's angles are a product of float32 matrices in a model of any dtype.
-_ANGLES_BY_PRODUCT: Final = Version(transformers.__version__).release < (5, 19)
+_ANGLES_BY_PRODUCT: Final = _VERSION < (5, 19)
 
 
 def check_rounding(found: Found, device: str) -> None:

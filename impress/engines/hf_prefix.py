@@ -123,6 +123,8 @@ class StoredPrefix:
         lse = None
         if session.needs_suffix_lse or self.seen is not None:
             lse = suffix_lse_of(query, new_keys, scaling)
+        if query.is_cuda:  # else the wait for what is queued there would count as one for reads
+            torch.cuda.current_stream(query.device).synchronize()
         k, v, _ = session.retrieve(layer, query, scaling, lse)
         if self.seen is not None and lse is not None and isinstance(session, SparseSession):
             chosen = session.chosen[layer]

@@ -70,10 +70,12 @@ class Weights:
         if self._changed(found):
             raise StoreMismatch("the model's weights changed since attach(): attach it again")
         if self._foreign and (now := foreign_settings(self._model)) != self._foreign:
-            name, kind, _ = next((o for o in now if o not in self._foreign), self._foreign[0])
+            name, kind, attribute, _ = next(
+                (one for one in now if one not in self._foreign), self._foreign[0]
+            )
             raise StoreMismatch(
-                f"what {name} ({kind}) keeps beside its tensors changed since attach(): attach the "
-                "model again"
+                f"{attribute or 'what'} that {name} ({kind}) keeps beside its tensors changed "
+                "since attach(): attach the model again; keep what a forward writes elsewhere"
             )
 
     def _changed(self, found: Found) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from impress.errors import StoreFailed
-from tiers.files import make_folder, write_whole
+from tiers.files import check_room, make_folder, write_whole
 from tiers.ticket import until
 
 log = logging.getLogger("impress")
@@ -148,6 +148,7 @@ class Params:
             current, before = {**known, key: digest}, known.get(key)
             try:
                 make_folder(self._folder)
+                check_room(self._folder, len(raw))
                 if before in self._missing and before not in current.values():
                     self._erase(before)  # what could not be erased when it was forgotten
                 self._say(current)  # first: by its name `forget` finds what a crash leaves of it

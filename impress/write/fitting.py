@@ -14,6 +14,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from time import monotonic
 from typing import Final
 
 import numpy as np
@@ -38,6 +39,8 @@ log = logging.getLogger("impress")
 #: Tokens a fit wants; until a namespace has so many, and until they are fitted, a codec's
 #: parameter-free fallback makes the records.
 ENOUGH_TOKENS: Final = FIT_TOKENS
+#: How long a fit that the disk did not take is left alone.
+RETRY_S: Final = 30.0
 
 
 class _LeftOut(Exception):
@@ -68,6 +71,7 @@ class Fitter:
         self._unread: set[int] = set()  # spans that did not read back, left out until a restart
         self._not_kept: set[str] = set()  # codecs whose fit was in vain, until a restart
         self._unwritten: dict[str, tuple[int, list[bytes]]] = {}  # fits that the disk did not take
+        self._again_s = 0.0  # when they are tried again, by monotonic
 
     def begin(self) -> None:
         """Fit what is missing to what is stored already, where that is enough."""
@@ -115,7 +119,8 @@ class Fitter:
     def _missing(self) -> list[Pca]:
         """Codecs without parameters, except those for which none can be kept."""
         lacking = [c for c in self._codecs if self._params.current(self._namespace, c.name) is None]
-        return [codec for codec in lacking if codec.name not in self._not_kept]
+        waiting = self._unwritten.keys() if monotonic() < self._again_s else ()
+        return [c for c in lacking if c.name not in self._not_kept and c.name not in waiting]
 
     def _records(self) -> list[SpanRecord]:
         """The namespace's spans, first stored first."""
@@ -209,6 +214,7 @@ class Fitter:
                 kept = self._params.add(self._namespace, codec.name, layers, n_forgets)
             except StoreFailed:
                 self._unwritten[codec.name] = n_forgets, layers
+                self._again_s = monotonic() + RETRY_S
                 raise
             if kept is None and n_forgets == self._params.n_forgets:
                 self._not_kept.add(codec.name)
