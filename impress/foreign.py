@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -54,6 +54,8 @@ _OF_ANY_MODEL: Final = {
     "_keys_to_ignore_on_save", "_previous_max_cache_length", "_loss_function", "_compiled_call",
     "_last_compile_config", "_require_grads_hook", "_require_grads_hooks",
     "_gradient_checkpointing_func", "_use_kernels", "_hf_peft_config_loaded",
+    "_output_capturing_hooks_installed", "_weight_conversions", "model_tags",
+    "peft_config",  # see adapter_settings
 }  # fmt: skip
 #: Values, and bytes of them, that are told of a model: each request tells them again.
 _MOST_VALUES: Final = 10_000
@@ -138,9 +140,10 @@ def foreign_settings(model: Any) -> list[list[str]]:
         try:
             told += [[name, kind, attribute, said] for attribute, said in teller.kept_by(module)]
         except (_Untold, RecursionError) as err:
+            what = str(err) if isinstance(err, _Untold) else "what refers to itself"
             raise Unsupported(
-                f"{name} ({kind}) keeps {str(err) or 'too much'} beside its tensors, and no key "
-                "can tell that: register it as a buffer, or attach the model without the module"
+                f"{name} ({kind}) keeps {what} beside its tensors, and no key can tell that: "
+                "register it as a buffer, or attach the model without the module"
             ) from None
     return told
 
@@ -162,6 +165,7 @@ class _Teller:
         self._names = {id(one): uncompiled(name) for name, one in registered}
         self._names[id(model.config)] = "config"
         self._seen: dict[int, tuple[int, Any]] = {}  # with each value: else its id is used again
+        self._kept: list[Any] = []
         self._n_values = self._n_bytes = 0
 
     def kept_by(self, module: Any) -> Iterator[tuple[str, str]]:
@@ -180,7 +184,7 @@ class _Teller:
         """A value as texts."""
         self._n_values += 1
         if self._n_values > _MOST_VALUES:
-            raise _Untold(f"more than {_MOST_VALUES:,} values")
+            raise _Untold(f"with others of its kind more than {_MOST_VALUES:,} values")
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             self._count(len(value) if isinstance(value, str | bytes) else 0)
             yield f"{type(value).__name__} {value!r}"
@@ -197,27 +201,19 @@ class _Teller:
     def _count(self, n_bytes: int) -> None:
         self._n_bytes += n_bytes
         if self._n_bytes > _MOST_BYTES:
-            raise _Untold(f"more than {_MOST_BYTES:,} bytes")
+            raise _Untold(f"with others of its kind more than {_MOST_BYTES:,} bytes")
 
     def _inside(self, value: Any) -> Iterator[str]:
         """What an object has."""
-        if isinstance(value, self._torch.Tensor):
-            self._count(value.nbytes)
-            yield _tensor(value)
+        if isinstance(value, self._torch.Tensor | Mapping | set | frozenset | list | tuple):
+            yield from self._items(value)
+            if own := getattr(value, "__dict__", None):
+                yield from self._told(own)
         elif isinstance(value, self._torch.nn.Module):  # which no other module registers
             yield from self._told([dict(value._parameters), dict(value._buffers)])
             yield from self._told(dict(value._modules))
             for name, said in self.kept_by(value):
                 yield f"{name} {said}"
-        elif isinstance(value, Mapping):
-            for key, each in value.items():
-                yield from self._told(key)
-                yield from self._told(each)
-        elif isinstance(value, set | frozenset):
-            yield from sorted(" ".join(self._told(each)) for each in value)
-        elif isinstance(value, list | tuple):
-            for each in value:
-                yield from self._told(each)
         elif isinstance(value, ModuleType | type | logging.Logger):
             yield _name_of(value)
         elif isinstance(value, FunctionType):  # with what it is given, but not what it looks up
@@ -232,6 +228,27 @@ class _Teller:
             yield from self._told(value.to_dict())  # a config
         else:
             yield from self._state(value)
+
+    def _items(self, value: Any) -> Iterator[str]:
+        """What a tensor, or a container, holds."""
+        if isinstance(value, self._torch.Tensor):
+            yield _tensor(value, self._count)
+        elif isinstance(value, Mapping):
+            for key, each in value.items():
+                yield from self._told(key)
+                yield from self._told(each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                yield from self._told(each)
+        else:  # a set has no order: none of its items may refer to one before it
+            before, told, kept = self._seen, [], list[Any]()
+            for each in value:
+                self._seen = before.copy()
+                told.append(" ".join(self._told(each)))
+                kept.append(self._seen)
+            self._seen = before
+            yield from sorted(told)
+            self._kept += kept  # their values' ids are used by no others
 
     def _state(self, value: Any) -> Iterator[str]:
         """What would make it again, as copies and pickles have it."""
@@ -253,7 +270,7 @@ class _Teller:
                 [*part] if isinstance(part, Iterator) else part for part in made
             ]  # fmt: skip
             yield from self._told(parts)
-            if hasattr(value, "__dict__") and not isinstance(made, str):  # left out of a pickle
+            if hasattr(value, "__dict__"):  # what a pickle may leave out
                 yield from self._told(vars(value))
 
 
@@ -274,11 +291,12 @@ def _name_of(code: Any) -> str:
     return f"{getattr(code, '__module__', '')}.{name}"
 
 
-def _tensor(value: torch.Tensor) -> str:
+def _tensor(value: torch.Tensor, count: Callable[[int], None]) -> str:
     """Shape, dtype and bytes of a tensor, wherever it lies."""
     import torch
 
     try:
+        count(value.nbytes)
         flat = value.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError):  # meta, sparse, quantized
         raise _Untold(f"a tensor of {value.dtype} on {value.device}") from None

@@ -1374,6 +1374,22 @@ def test_what_a_foreign_module_keeps_in_plain_attributes_is_another_model(tmp_pa
             assert engine.last_request.hit_tokens == hit
 
 
+class OwnBase(transformers.LlamaModel):
+    """A user's own class of a model."""
+
+
+def test_a_users_own_base_model_is_served_whatever_transformers_sets_in_it(tmp_path):
+    """Transformers puts its hooks there when hidden states are first asked for, and says so in an
+    attribute: from then on every request was refused."""
+    model, ids = tiny(), prompts(200)
+    model.model.__class__ = OwnBase
+    with attach(model, tmp_path) as engine:
+        for asked in ({}, {"output_hidden_states": True, "return_dict_in_generate": True}, {}):
+            engine.generate(ids, max_new_tokens=1, **asked)
+            engine.flush()
+        assert engine.last_request.hit_tokens == 192
+
+
 def test_a_linear_that_scales_by_all_of_a_pass_is_refused(tmp_path):
     model = tiny()
     of_another_class(model, "Float8Linear")

@@ -388,6 +388,14 @@ class Slots:
         return self.n
 
 
+class Weighted(dict):
+    """A container with an attribute."""
+
+    def __init__(self, scale, items):
+        super().__init__(items)
+        self.scale = scale
+
+
 def keeping(saved, **kept):
     model = load(saved)
     model.model.layers[0].mlp.act_fn = Keeps(**kept)
@@ -412,7 +420,9 @@ def unregistered(weight):
     lambda n: types.MethodType(lambda _, y=n: y, Slots(0)), Slots,
     lambda n: deque([n, torch.ones(n)]), lambda n: np.array([None, n], dtype=object),
     np.random.default_rng, lambda n: re.compile(str(n)),
-    lambda n: [Slots(0)] * 2 if n == 1 else [Slots(0), Slots(0)],
+    lambda n: [Slots(0)] * 2 if n == 1 else [Slots(0), Slots(0)], lambda n: Weighted(n, {"a": 1}),
+    lambda n: functools.cache(lambda x, y=n: x + y),
+    lambda n: torch.nn.Parameter(torch.ones(2) * n),
 ])  # fmt: skip
 def test_what_a_foreign_module_keeps_is_told_apart_and_made_anew_is_the_same(saved, make):
     one, same, other = (namespace_of(keeping(saved, kept=make(n))) for n in (1, 1, 2))
@@ -434,9 +444,10 @@ def test_what_the_model_has_anyway_is_told_by_its_name(saved):
 
 @pytest.mark.parametrize(("kept", "what"), [
     (torch.empty(2, device="meta"), "a tensor of torch.float32 on meta"),
-    ([*range(20_000)], "more than 10,000 values"),
-    (torch.zeros(3 << 20), "more than 8,388,608 bytes"),
-    ([bytes(1 << 20)] * 2 + [bytearray(b"x" * (9 << 20))], "more than 8,388,608 bytes"),
+    (torch.eye(2).to_sparse(), "a tensor of torch.float32 on cpu"),
+    ([*range(20_000)], "with others of its kind more than 10,000 values"),
+    (torch.zeros(3 << 20), "with others of its kind more than 8,388,608 bytes"),
+    (bytearray(b"x" * (9 << 20)), "with others of its kind more than 8,388,608 bytes"),
     (iter([1, 2]).__class__, ""), ((n for n in ()), "a builtins.generator"),
 ])  # fmt: skip
 def test_a_foreign_module_that_keeps_more_than_a_key_can_tell_is_refused(saved, kept, what):
@@ -453,12 +464,14 @@ def test_what_a_foreign_module_keeps_is_the_same_in_another_process(saved, tmp_p
     stored."""
     program = """
 import sys, types, numpy, torch, transformers
+from pathlib import Path
 from impress.namespace import namespace_of
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
 kind = type("Mine", (torch.nn.Tanh,), {"__module__": "else.where"})
 model.model.layers[0].mlp.act_fn = mine = kind()
 mine.kept = [numpy.random.default_rng(0), torch.nn.functional.silu, lambda x: x, object(), mine,
-             types.SimpleNamespace(one=torch.ones(2)), print, numpy.sin, torch.relu, {"a", "b"}]
+             types.SimpleNamespace(one=torch.ones(2)), print, numpy.sin, torch.relu, {"a", "b"},
+             {Path("a"), Path("b"), Path("c")}, {torch.float16, torch.float32}]
 print(namespace_of(model).hex())
 """
     said = {

@@ -39,7 +39,7 @@ def figures_of(rows: Sequence[Row]) -> dict[str, float]:
 
 def moved_share(figures: dict[str, float], mode: str, checkpoint: str = "") -> float:
     """Bytes moved ÷ exact's, mean of the tasks: acts ask more or fewer questions of a task, and one
-    task takes twice as many bytes as another."""
+    task may take twice as many bytes as another."""
     begin = f"{checkpoint}." if checkpoint else ""
     return _mean(figures[f"{begin}{task}.{mode}.transferred_share"] for task in TASKS)
 
