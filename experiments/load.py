@@ -76,7 +76,7 @@ def _beside_fio(path: Path, row: Row, before: float) -> Row:
     if row["missed"]:  # of fewer prompts more come from memory, and a miss takes no time
         raise Unable(f"{row['missed']} requests found no prompt: the store had no room for all")
     assert not row["wrong"] and not row["left"], row
-    elsewhere = 1 - row["SSD GB/s"] / row["GB/s"]
+    elsewhere = 1 - row["SSD GB/s"] / row["GB/s"] if row["GB/s"] else math.nan
     return {**row, "fio GB/s": disk, "of fio": row["SSD GB/s"] / disk, "elsewhere": elsewhere}
 
 

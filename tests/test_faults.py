@@ -114,7 +114,8 @@ def test_a_user_or_a_writer_that_ends_over_an_error_is_no_quiet_one() -> None:
     def broken(*_args: Any, **_named: Any) -> None:
         raise ZeroDivisionError
 
-    store: Any = SimpleNamespace(lease=broken, store=broken, stats=lambda: {"oldest_lease_s": 0.0})
+    said = {"oldest_lease_s": 0.0, "tiers": {"dram": {"used": 0}}}
+    store: Any = SimpleNamespace(lease=broken, store=broken, stats=lambda: said)
     with pytest.raises(ZeroDivisionError):
         load_content.users(store, 2, 4.0, 4, 1)
     with pytest.raises(ZeroDivisionError), load_content.Writer(store, 4) as writer:

@@ -50,8 +50,9 @@ def test_load_goes_on_without_fio_and_not_without_room(
         raise Unable(fio.MISSING)
 
     monkeypatch.setattr(fio, "read", missing)
-    row = {"missed": 0, "wrong": 0, "left": 0, "SSD GB/s": 1.0}
-    assert math.isnan(load._beside_fio(tmp_path, row, math.nan)["of fio"])
+    row = {"missed": 0, "wrong": 0, "left": 0, "SSD GB/s": 1.0, "GB/s": 1.25}
+    found = load._beside_fio(tmp_path, row, math.nan)
+    assert math.isnan(found["of fio"]) and found["elsewhere"] == pytest.approx(0.2)
     assert "no rate to compare with: fio is not installed" in capsys.readouterr().out
     with pytest.raises(Unable, match="7 requests found no prompt"):
         load._beside_fio(tmp_path, {**row, "missed": 7}, 1.0)
