@@ -7,6 +7,7 @@ Reads are `--readonly` and name files of exactly their size, so fio never lays o
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from experiments.common import Unable
+from experiments.common import Unable, console
 
 MISSING: Final = "fio is not installed: apt-get install fio (or dnf, brew, conda install fio)"
 PSYNC_JOBS: Final = 8
@@ -70,12 +71,19 @@ def read(file: Path, engine: str, block_bytes: int, *, pattern: str, seed: int) 
     ], "read")  # fmt: skip
 
 
-def sequential_gb_s(folder: Path) -> float:
-    """The median of as many passes as a yardstick has, over segments of a folder in turn: one pass
-    of one may be half as fast, or as fast again. Raises Unable."""
-    segments = sorted(folder.glob("*.seg"), key=lambda file: (-file.stat().st_size, file.name))
+def of_store(path: Path) -> float:
+    """GB/s of a store's segments in turn, the median of PASSES: one pass of one may be half as
+    fast, or as fast again. nan, with a line that says why, without fio."""
+    segments = sorted(
+        (path / "shards/main/segments").glob("*.seg"),
+        key=lambda file: (-file.stat().st_size, file.name),
+    )
     turns = islice(cycle(segments), PASSES)
-    return median(read(file, "libaio", 1 << 20, pattern="read", seed=1).gb_s for file in turns)
+    try:
+        return median(read(file, "libaio", 1 << 20, pattern="read", seed=1).gb_s for file in turns)
+    except Unable as err:
+        console.print(f"no rate to compare with: {err}")
+        return math.nan
 
 
 def write(file: Path, n_bytes: int, seed: int) -> FioResult:

@@ -62,17 +62,8 @@ def _filled(options: Options) -> Path:
     return path
 
 
-def _disk_gb_s(path: Path) -> float:
-    """What fio reads of the segments; nan without fio."""
-    try:
-        return fio.sequential_gb_s(path / "shards/main/segments")
-    except Unable as err:
-        console.print(f"no rate to compare with: {err}")
-        return math.nan
-
-
 def _beside_fio(path: Path, row: Row, before: float) -> Row:
-    disk = (before + _disk_gb_s(path)) / 2
+    disk = (before + fio.of_store(path)) / 2
     if row["missed"]:  # of fewer prompts more come from memory, and a miss takes no time
         raise Unable(f"{row['missed']} requests found no prompt: the store had no room for all")
     assert not row["wrong"] and not row["left"], row
@@ -83,7 +74,7 @@ def _beside_fio(path: Path, row: Row, before: float) -> Row:
 def _threads(options: Options, n_threads: int, engine: str) -> list[Row]:
     n_prompts, dram_bytes, seconds = _sizes(options)
     path = _filled(options)
-    before = _disk_gb_s(path)
+    before = fio.of_store(path)
     try:
         store = impress.PrefixStore.open(path, GEOMETRY, NAMESPACE, config(dram_bytes, engine))
     except ImpressError as err:
@@ -97,7 +88,7 @@ def _processes(options: Options, n_processes: int) -> list[Row]:
     """Processes that read the common prompts and store and purge prompts in shards of their own."""
     n_prompts, _, seconds = _sizes(options)
     path = _filled(options)
-    before = _disk_gb_s(path)
+    before = fio.of_store(path)
     with impress.PrefixStore.open(path, GEOMETRY, NAMESPACE, config(0)) as store:
         readers = [_reader(path, seconds, options.seed + i, n_prompts) for i in range(n_processes)]
         try:

@@ -24,7 +24,7 @@ import numpy as np
 import impress
 import tiers.ssd
 from experiments import fio
-from experiments.common import Row, Unable, check_room, print_rows, spread
+from experiments.common import Row, check_room, print_rows, spread
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.overhead_others import Others
 from impress.config import MIB
@@ -133,7 +133,7 @@ def _reads(options: Options, n_rounds: int) -> list[Row]:
         with _store(folder) as store:
             _fill(store, rows)
             _read(store, rows)  # warms everything up
-            disk_gb_s = _disk_gb_s(folder)
+            disk_gb_s = fio.of_store(folder)
             for i in range(n_rounds):
                 for way in names[i % 3 :] + names[: i % 3]:
                     with looked_at(WAYS[way]) as taken:
@@ -144,18 +144,10 @@ def _reads(options: Options, n_rounds: int) -> list[Row]:
                         "cpu_s_per_gb": cpu_s / gb, "inside_s_per_gb": sum(taken) / gb,
                         "others_cores": others.cores(),
                     })  # fmt: skip
-            disk_gb_s = (disk_gb_s + _disk_gb_s(folder)) / 2
+            disk_gb_s = (disk_gb_s + fio.of_store(folder)) / 2
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return [{**row, "fio_gb_s": disk_gb_s} for row in found]
-
-
-def _disk_gb_s(folder: Path) -> float:
-    """What fio reads of the segments; nan without fio."""
-    try:
-        return fio.sequential_gb_s(folder / "shards/main/segments")
-    except Unable:
-        return float("nan")
 
 
 def _writes(options: Options, n_rounds: int) -> list[Row]:

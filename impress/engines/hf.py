@@ -389,10 +389,11 @@ class Engine:
         undo.pop_all()
         if watch is not None:
             self._auditor.offer(watch)
-        outcome = Outcome(refused=OF_CHOSEN) if job is None else job.outcome
-        is_new = job is not None and any(len(row) > hit for row in job.tokens)
-        if job is not None and is_new and self._store_new and not outcome.refused:
+        if job is None:
+            return Outcome(refused=OF_CHOSEN if self._store_new else "")
+        is_new = any(len(row) > hit for row in job.tokens)
+        if is_new and self._store_new and not job.outcome.refused:
             self._storing.offer(job)
-        elif job is not None:
+        else:
             job.release()
-        return outcome if self._store_new else Outcome()
+        return job.outcome if self._store_new else Outcome()

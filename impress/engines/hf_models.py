@@ -223,7 +223,7 @@ def check_request(
         n_new=n_new,
         options=kwargs,
         returns_cache=bool(setting(model, kwargs, "return_dict_in_generate")),
-        whole=next((_WHOLE[name] for name in _WHOLE if setting(model, kwargs, name)), ""),
+        whole=next((why for name, why in _WHOLE.items() if setting(model, kwargs, name)), ""),
         found=found,
     )
 
