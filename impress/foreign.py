@@ -6,7 +6,6 @@ steering vector in an attribute, say, that is set anew between two requests.
 
 from __future__ import annotations
 
-import copyreg
 import hashlib
 import json
 import logging
@@ -17,6 +16,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from impress.errors import Unsupported
+from impress.values import held_by, made_from
 
 if TYPE_CHECKING:
     import torch
@@ -217,9 +217,8 @@ class _Teller:
         elif isinstance(value, ModuleType | type | logging.Logger):
             yield _name_of(value)
         elif isinstance(value, FunctionType):  # with what it is given, but not what it looks up
-            cells = [_content(cell) for cell in value.__closure__ or ()]
             yield _name_of(value)
-            yield from self._told([cells, value.__defaults__, value.__kwdefaults__, vars(value)])
+            yield from self._told([held_by(value), vars(value)])
         elif isinstance(value, weakref.ref):
             yield from self._told(value())
         elif isinstance(value, MethodType):
@@ -260,25 +259,14 @@ class _Teller:
             return  # a lock is taken or free
         else:
             try:
-                reduce = copyreg.dispatch_table.get(type(value))
-                made = value.__reduce_ex__(4) if reduce is None else reduce(value)
+                made = made_from(value)
             except Exception:  # whatever it raises
                 if not (callable(value) and hasattr(value, "__name__")):  # numpy.sin, say
                     raise _Untold(f"a {_class_of(value)}") from None
                 made = value.__name__
-            parts = made if isinstance(made, str) else [
-                [*part] if isinstance(part, Iterator) else part for part in made
-            ]  # fmt: skip
-            yield from self._told(parts)
+            yield from self._told(made)
             if hasattr(value, "__dict__"):  # what a pickle may leave out
                 yield from self._told(vars(value))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty one
-        return None
 
 
 def _class_of(value: Any) -> str:

@@ -14,7 +14,7 @@ import secrets
 import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta
@@ -42,6 +42,7 @@ from impress import policy as built_in
 from impress.errors import ImpressError
 from impress.selection import probes
 from impress.selection.identify import OWN, select
+from impress.values import held_by, made_from
 
 #: Names that Python itself keeps in a class.
 _PYTHONS: Final = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
@@ -238,7 +239,7 @@ def _code(function: FunctionType) -> str:
     parts, functions = list[str](), [function]
     for one in functions:  # it grows by the functions it was given, one maybe itself
         parts += _steps(one.__code__)
-        for held in _held(one):
+        for held in held_by(one):
             if isinstance(held, FunctionType):
                 functions += [] if held in functions else [held]
                 parts.append(f"{held.__module__}.{held.__qualname__} {functions.index(held)}")
@@ -255,15 +256,6 @@ def _steps(code: CodeType) -> list[str]:
         todo += [const for const in each.co_consts if isinstance(const, CodeType)]
         parts += [_told(const) for const in each.co_consts if not isinstance(const, CodeType)]
     return parts
-
-
-def _held(function: FunctionType) -> list[Any]:
-    """What a function was given: defaults, and what it found around it."""
-    held: list[Any] = [function.__defaults__, function.__kwdefaults__]
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # it is still empty
-            held.append(cell.cell_contents)
-    return held
 
 
 def _learnt(state: Mapping[str, Any]) -> str:
@@ -332,12 +324,10 @@ def _is_of_python(kind: type) -> bool:
 def _pickled(value: Any) -> Any:
     """What C code holds, as it would be pickled; else what is unlike all others."""
     try:
-        reduced = value.__reduce_ex__(4)
+        made = made_from(value)
     except Exception:
         return _unlike_all()
-    if isinstance(reduced, str):  # found by its name
-        return f"{getattr(value, '__module__', '')}.{reduced}"
-    return [[*part] if isinstance(part, Iterator) else part for part in reduced]
+    return f"{getattr(value, '__module__', '')}.{made}" if isinstance(made, str) else made
 
 
 def _speaks(value: Any) -> bool:
