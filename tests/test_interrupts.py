@@ -716,7 +716,7 @@ def test_an_open_that_fails_on_the_way_lets_go_of_its_index(
         raise error
 
     with monkeypatch.context() as patched, pytest.raises(type(error)):
-        patched.setattr(impress.write.index, "check_whole", refused)
+        patched.setattr(impress.write.index, "check_sound", refused)
         Index(Shard(store.path).index, create=False)
     assert env.envs == before
 

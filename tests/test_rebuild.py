@@ -5,11 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +15,6 @@ import lmdb
 import numpy as np
 import pytest
 from conftest import SMALL, assert_serves, flip_a_bit, prompt, put_prompt, wait_for_promotions
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import impress
@@ -29,7 +23,6 @@ from impress.spans.format import SpanRecord, encode_header
 from impress.spans.tables import read_header
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
-from impress.write.env import _holds_its_trees, check_whole
 from impress.write.index import Index
 from tiers.base import PAGE, Read, Slot
 from tiers.errors import ReadFailed
@@ -265,69 +258,6 @@ def test_an_index_whose_last_pages_lmdb_counted_and_never_wrote_is_whole(
         assert_serves(open_store(geometry, mode="r"), prompt(256, 1), 256)
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=20)
-def test_an_index_is_whole_exactly_as_far_as_its_pages_reach(seed: int) -> None:
-    drawn, full = random.Random(seed), bytes([1]) * 9000
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "data.mdb"
-        with lmdb.open(name, map_size=1 << 30, max_dbs=8, sync=False) as env:
-            dbs = [env.open_db(b"a"), env.open_db(b"b"), env.open_db(b"none")]
-            for _ in range(drawn.randint(1, 20)):
-                with env.begin(write=True) as txn:
-                    for _ in range(drawn.randint(1, 30)):
-                        key, db = b"%d" % drawn.randrange(300), dbs[drawn.randrange(2)]
-                        if drawn.random() < 0.6:
-                            txn.put(key, full[: drawn.choice([10, 600, 9000])], db=db)
-                        else:
-                            txn.delete(key, db=db)
-        n_pages = path.stat().st_size // 4096
-        assert _holds_its_trees(path, 4096, n_pages)
-        while _holds_its_trees(path, 4096, n_pages - 1):  # free pages at the end
-            n_pages -= 1
-        os.truncate(path, n_pages * 4096)
-        with lmdb.open(name, max_dbs=8, readonly=True, lock=False) as env:
-            for known in (b"a", b"b"):
-                db = env.open_db(known, create=False)
-                with env.begin() as txn:  # every byte of it is there: else SIGBUS
-                    assert all(value in full for _, value in txn.cursor(db))
-
-
-@pytest.mark.parametrize("is_written", [True, False], ids=["written to", "cut short"])
-def test_an_index_that_grows_while_it_is_looked_at_is_not_cut_short(
-    tmp_path: Path, is_written: bool
-) -> None:
-    """Between a look at its size and one at its pages, its writer may commit: a sound index with a
-    live writer was then said to need a rebuild."""
-
-    class Growing:
-        """What LMDB says, and a file that does not have all of it yet, as it was a moment ago."""
-
-        n = 0
-
-        def stat(self) -> dict[str, int]:
-            return {"psize": 4096}
-
-        def info(self) -> dict[str, int]:
-            self.n += is_written
-            if self.n == 3:
-                shutil.copy(tmp_path / "whole", tmp_path / "data.mdb")
-            return {"last_pgno": n_pages - 1, "last_txnid": self.n}
-
-    with lmdb.open(str(tmp_path / "made"), map_size=1 << 30) as env:
-        with env.begin(write=True) as txn:
-            for i in range(400):
-                txn.put(b"%d" % i, bytes(600))
-        n_pages = env.info()["last_pgno"] + 1
-    shutil.copy(tmp_path / "made/data.mdb", tmp_path / "whole")
-    shutil.copy(tmp_path / "whole", tmp_path / "data.mdb")
-    os.truncate(tmp_path / "data.mdb", 4096 * 8)
-    if is_written:
-        return check_whole(Growing(), tmp_path)
-    with pytest.raises(impress.FormatError, match="cut short"):
-        check_whole(Growing(), tmp_path)
-
-
 @pytest.mark.parametrize("what", ["heat", "tick"])
 def test_a_flipped_count_of_uses_is_counted_anew(
     open_store: Open, geometry: impress.Geometry, what: str, caplog: pytest.LogCaptureFixture
@@ -352,169 +282,6 @@ def test_a_flipped_count_of_uses_is_counted_anew(
         assert_serves(open_store(geometry), prompt(256), 256)  # a follower reads it too
     assert not caplog.records
     assert_serves(open_store(geometry), prompt(256), 256)
-
-
-_BY_PAGE = """
-import collections, logging, os, shutil, sys
-from pathlib import Path
-
-logging.getLogger("impress").setLevel(logging.CRITICAL)
-here = Path(sys.argv[1])
-AT, OTHER = 10, bytes(2)  # of a page: what kind it is
-
-def by_page(data, look):
-    # A child for each page of this index of the store `sound`, on a copy in which it is damaged:
-    # `look` ends it, with 3 where it raises. Prints how many ended with 0 to 3.
-    seen, under_way = collections.Counter(), 0
-    for page in range(2, (here / "sound" / data).stat().st_size // 4096):
-        if under_way == (os.cpu_count() or 1):
-            seen[os.waitstatus_to_exitcode(os.wait()[1])] += 1
-            under_way -= 1
-        under_way += 1
-        if not os.fork():
-            try:
-                copy = shutil.copytree(here / "sound", here / str(page))
-                with (copy / data).open("r+b") as file:
-                    file.seek(page * 4096 + AT)
-                    file.write(OTHER)
-                look(copy)
-            except BaseException as err:
-                print(page, repr(err), flush=True)
-                os._exit(3)
-    for _ in range(under_way):
-        seen[os.waitstatus_to_exitcode(os.wait()[1])] += 1
-    print(seen[0], seen[1], seen[2], seen[3])
-"""
-_FILLED = """
-from experiments.faults.content import judge, open_store, put
-from impress.errors import FormatError
-
-with open_store(here / "sound") as store:
-    for seed in range(3):
-        put(store, seed)
-    store.flush()
-"""
-_ALONE = """
-def look(copy):
-    try:
-        with open_store(copy) as store:
-            os._exit(2 * bool(judge(store, range(3)).wrong))
-    except FormatError as err:
-        os._exit(1 if "impress rebuild" in str(err) else 3)
-
-by_page("shards/main/index/data.mdb", look)
-"""
-
-
-_VERIFIED = """
-from impress.upkeep.verify import verify_store
-
-def look(copy):
-    said = verify_store(copy).problems
-    try:
-        open_store(copy).close()
-    except FormatError:
-        os._exit(1 if said else 2)
-    os._exit(0)
-
-by_page("shards/main/index/data.mdb", look)
-"""
-
-
-def by_page(script: str, folder: Path, *args: str) -> list[int]:
-    """How often each of a script's outcomes came, page by page (`_BY_PAGE`), in a process of its
-    own: LMDB answers some damage by ending the process."""
-    done = subprocess.run(
-        [sys.executable, "-c", _BY_PAGE + script, str(folder), *args], capture_output=True,
-        text=True, timeout=300, check=True, cwd=ROOT,
-    )  # fmt: skip
-    *said, counts = done.stdout.splitlines()
-    seen = [*map(int, counts.split())]
-    assert not seen[2] and not seen[3], (said, seen, done.stderr)  # wrong, or another error
-    return seen[:2]
-
-
-def test_damage_that_lmdb_notices_is_one_line_wherever_it_does(tmp_path: Path) -> None:
-    """Bit flips found it: the error of the third database that is read came out as LMDB's own."""
-    served, refused = by_page(_FILLED + _ALONE, tmp_path)
-    assert served and refused
-
-
-def test_what_keeps_a_store_from_being_opened_is_not_sound_to_verify(tmp_path: Path) -> None:
-    """It looked at what the index says of spans, and at none of its other pages."""
-    opened, noticed = by_page(_FILLED + _VERIFIED, tmp_path)
-    assert opened and noticed
-
-
-_WRITTEN_TO = """
-from impress.errors import FormatError
-from impress.upkeep.hanging import index_values
-from impress.write.directory import Shard
-from impress.write.index import Index
-
-AT, OTHER = 12, bytes([255, 255])  # where its free room begins: the kind ends some processes
-spans, ledgers = range(1, 401), {bytes([i]) * 32: bytes(300) for i in range(100)}
-index = Index(Shard(here / "sound").index, create=True)
-index.commit({span: bytes(40) for span in spans})
-index.save_history({span: bytes(200) for span in spans}, 1, ledgers, {})
-index.close()
-with (here / "sound" / "shards/main/index/data.mdb").open("rb") as file:  # LMDB shows it to nobody
-    metas = [file.read(4096) for _ in range(2)]
-_, unused = max((meta[144:152][::-1], int.from_bytes(meta[80:88], "little")) for meta in metas)
-
-def look(copy):
-    if copy.name == str(unused):
-        os._exit(0)
-    try:
-        index_values(Shard(copy))
-    except FormatError:
-        os._exit(1)
-    index = Index(Shard(copy).index, create=False)
-    index.commit({}, spans)
-    index.save_history({}, 2, ledgers, {})
-    os._exit(0)
-
-by_page("shards/main/index/data.mdb", look)
-"""
-
-
-def test_an_index_that_is_sound_to_verify_can_be_written_to(tmp_path: Path) -> None:
-    """Of what requests have shown it read a few values: behind a damaged page of others evictions
-    and most stores failed, again and again, and it said that all was well."""
-    sound, damaged = by_page(_WRITTEN_TO, tmp_path)
-    assert sound and damaged > 20
-
-
-_BESIDE = """
-from experiments.faults.content import GEOMETRY, NAMESPACE, config, judge, open_store, put
-from impress import PrefixStore
-
-for shard in (0, 1):
-    with open_store(here / "sound", shard=shard) as store:
-        for seed in range(2 * shard, 2 * shard + 2):
-            put(store, seed)
-        store.flush()
-
-def look(copy):
-    settings = config(follow_every_s=0)
-    with PrefixStore.open(copy, GEOMETRY, NAMESPACE, settings, sys.argv[2]) as store:
-        store.follow()
-        store.follow()
-        own, all = judge(store, (0, 1)), judge(store, range(4))
-        store.check()
-        os._exit(2 if own.missed or all.wrong else 1 if all.missed else 0)
-
-by_page("shards/1/index/data.mdb", look)
-"""
-
-
-@pytest.mark.parametrize("mode", ["rw", "r"])
-def test_damage_in_one_shards_index_leaves_the_others_to_be_opened_and_read(
-    tmp_path: Path, mode: str
-) -> None:
-    """A page that cannot be read kept out every writer of another shard, and every reader."""
-    whole, less = by_page(_BESIDE, tmp_path, mode)
-    assert whole and less
 
 
 def test_rows_that_do_not_match_are_left_out_with_what_hangs_from_them(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from impress.spans.format import SpanRecord, decode_index, split_index
 from impress.spans.records import wrong_record
 from impress.tree.catalog import Catalog
 from impress.write.directory import Identity, Shard, shards_of
-from impress.write.env import NAMES, NothingYet
+from impress.write.env import NothingYet
 from impress.write.index import Index
 
 
@@ -27,8 +26,6 @@ def index_values(shard: Shard) -> dict[int, bytes]:
     except NothingYet:
         return {}
     try:
-        for name in NAMES:  # all of it: opening reads some, and commits come to every page
-            deque(index.items(name), maxlen=0)
         return dict(index.spans())
     finally:
         index.close()

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import shutil
-import struct
 import threading
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import lmdb
 
 from impress.errors import FORKED, FormatError, ImpressError, StoreFailed
 from impress.write.directory import GONE, OLD, shards_of
+from impress.write.pages import damage_of, unopenable
 from tiers.files import (
     give_blocks,
     give_to_owner,
@@ -50,11 +50,6 @@ MOUNTS: Final = Path("/proc/self/mountinfo")
 #: Databases of an index.
 NAMES: Final = ("spans", "heat", "names", "history", "guard", "log", "erase")
 LATER: Final = ("history", "guard", "log", "erase")  # stores written before these existed lack them
-#: Offsets in an LMDB meta page: the roots of its two trees, and the transaction that wrote it.
-_ROOTS_AT: Final = (80, 128)
-_TXN_AT: Final = 144
-_NO_PAGE: Final = (1 << 64) - 1
-_U64: Final = struct.Struct("<Q")
 Key = tuple[Path, int]  # with the inode: another file in its place is another index
 
 
@@ -87,10 +82,8 @@ class Env:
         if stat.st_ino != inode:
             return
         if stat.st_size < n_bytes:
-            raise FormatError(
-                f"index: {path} was cut short while it was open: {stat.st_size} of {n_bytes} "
-                "bytes; impress rebuild makes it again from the segments"
-            )
+            said = f"{path} was cut short while it was open: {stat.st_size} of {n_bytes} bytes"
+            raise FormatError(f"index: {said}; {_REBUILD}")
         self.n_bytes = max(self.n_bytes, stat.st_size)
 
 
@@ -117,7 +110,7 @@ def check_fork(path: Path) -> None:
 
 
 def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
-    """Raises StoreFailed, LMDB's errors, OSError."""
+    """Raises FormatError, StoreFailed, LMDB's errors, OSError."""
     with envs_lock:
         inode = inode_of(folder)
         shared = envs.get((folder, inode))
@@ -127,6 +120,8 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
             data = folder / "data.mdb"
             if data.is_symlink():
                 raise StoreFailed(f"index: {folder}: {said_of_link(data)}")
+            if said := unopenable(data, MAP_BYTES):
+                raise FormatError(f"index: {data} is damaged: {said}; {_REBUILD}")
             writable = create or os.access(data, os.W_OK)
             if writable:
                 writable = _make_table(folder / "lock.mdb", needed=create)
@@ -302,14 +297,24 @@ def compact(folder: Path) -> None:
 def error_of(folder: Path, err: Exception, *, counted: bool = True) -> ImpressError:
     """What is raised for an error of LMDB's or of the system. `counted`: as of the Env."""
     if isinstance(err, _DAMAGE):
-        again = _REBUILD
-        if not counted:  # what looks damaged may be what a writer that came since has written
-            again = (
-                "it may not be written here, so a writer knows nothing of this reader: mount it "
-            )
-            again += "writable and try again"
-        return FormatError(f"index: {_said(folder, err)}; {again}")
+        return _damaged(_said(folder, err), counted=counted)
     return _failed(folder, err)
+
+
+def check_sound(shared: Env, folder: Path) -> None:
+    """Raises FormatError where pages of the index's file are damaged or not there: LMDB answers
+    some of that by ending the process. Raises LMDB's errors, OSError."""
+    data = folder / "data.mdb"
+    if said := damage_of(shared.env, data):
+        raise _damaged(f"{data} is {said}", counted=shared.counted)
+
+
+def _damaged(said: str, *, counted: bool) -> FormatError:
+    again = _REBUILD
+    if not counted:  # what looks damaged may be what a writer that came since has written
+        again = "it may not be written here, so a writer knows nothing of this reader: mount it "
+        again += "writable and try again"
+    return FormatError(f"index: {said}; {again}")
 
 
 def commit_failed(folder: Path, err: Exception) -> StoreFailed:
@@ -333,66 +338,3 @@ def _said(folder: Path, err: Exception) -> str:
     """The error, naming the folder once: LMDB names it where it cannot open an index. Pure."""
     said = (err.strerror if isinstance(err, OSError) else None) or str(err)
     return f"{folder}: {said.removeprefix(f'{folder}: ')}"
-
-
-def check_whole(env: Any, folder: Path) -> None:
-    """Raises FormatError when the file ends before pages in use: a touch would be SIGBUS."""
-    path, page_bytes, seen = folder / "data.mdb", env.stat()["psize"], None
-    while True:
-        info, size = env.info(), path.stat().st_size
-        want = (info["last_pgno"] + 1) * page_bytes
-        # LMDB never writes a page that was taken and given back by one transaction: at the end of
-        # the file it is counted, free, and not there.
-        if size >= want or _holds_its_trees(path, page_bytes, size // page_bytes):
-            return
-        if (now := (size, info["last_txnid"])) == seen:  # nobody wrote there meanwhile
-            break
-        seen = now
-    raise FormatError(
-        f"index: {path} is cut short: {size} of {want} bytes; "
-        "impress rebuild makes it again from the segments"
-    )
-
-
-def _holds_its_trees(path: Path, page_bytes: int, n_pages: int) -> bool:
-    """Whether all pages that are in use lie in the first `n_pages` of LMDB's file. Touches none
-    of its map. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        metas = [os.pread(fd, page_bytes, at * page_bytes) for at in (0, 1)]
-        newest = max(metas, key=lambda meta: _U64.unpack_from(meta, _TXN_AT))
-        todo = [_U64.unpack_from(newest, at)[0] for at in _ROOTS_AT]  # of free pages; of databases
-        seen = set[int]()
-        while todo:
-            page = todo.pop()
-            if page == _NO_PAGE or page in seen:
-                continue
-            if page >= n_pages:
-                return False
-            seen.add(page)
-            below, ends = _below(os.pread(fd, page_bytes, page * page_bytes))
-            todo += below
-            for first in ends:  # a value on pages of its own: how many is in the first
-                count = os.pread(fd, 4, first * page_bytes + 12)
-                if first + int.from_bytes(count, "little") > n_pages or len(count) < 4:
-                    return False
-        return True
-    except struct.error:  # damaged, or written to meanwhile
-        return False
-    finally:
-        os.close(fd)
-
-
-def _below(page: bytes) -> tuple[list[int], list[int]]:
-    """For a page of a tree: (tree pages below it, first pages of large values). Pure."""
-    flags, lower = struct.unpack_from("<HH", page, 10)
-    trees, values = list[int](), list[int]()
-    for (at,) in struct.iter_unpack("<H", page[16:lower]):
-        low, high, kind, key = struct.unpack_from("<4H", page, at)
-        if flags & 1:  # a branch
-            trees.append(low | high << 16 | kind << 32)
-        elif kind & 1:
-            values.append(*_U64.unpack_from(page, at + 8 + key))
-        elif kind & 2:  # a database: its root is the last field of its record
-            trees.append(*_U64.unpack_from(page, at + 8 + key + 40))
-    return trees, values

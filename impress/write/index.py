@@ -19,7 +19,7 @@ from impress.errors import FormatError
 from impress.spans.format import SpanRecord, encode_extents, encode_index, extents_of, split_index
 from impress.write.changes import Change, decode, encode
 from impress.write.env import (
-    check_whole,
+    check_sound,
     close_env,
     commit_failed,
     error_of,
@@ -73,7 +73,7 @@ class Index:
             raise error_of(self._folder, err) from err
         try:
             self._shared.check_uncut(*self._key)  # first: others may have had it open for long
-            check_whole(self._env, self._folder)
+            check_sound(self._shared, self._folder)
             open_dbs(self._shared, create=create)
             self._dbs = self._shared.dbs
             self._log_bytes = min(LOG_BYTES, spare_of(self._folder) // 8 or LOG_BYTES)
