@@ -355,6 +355,24 @@ def test_the_yardstick_reads_every_file_and_says_the_median(
     assert set(opened) == {"0.seg", "1.seg"}  # the last is too short
 
 
+def test_a_disk_that_stands_still_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eleven of a published cell's hundred rounds were divided by a rate of a moment before, a
+    tenth of the disk's: all systems took 2 ms in them."""
+    monkeypatch.setattr(yardstick, "N_BYTES", 2 << 20)
+    (tmp_path / "0.seg").write_bytes(b"x" * (2 << 20))
+    stick = Yardstick([tmp_path / "0.seg"])
+    given = iter([2.0] * 9 + [0.2] * 6 + [1.8] * 5 + [1.2] * 9)
+    monkeypatch.setattr(stick, "_reading", lambda: stick._last.append(next(given)))
+    assert [stick.gb_s() for _ in range(9)][-1] == 2.0
+    assert [stick.gb_s() for _ in range(4)] == [2.0] * 4  # it still lags
+    assert stick.gb_s() == 1.8  # and then waits
+    assert next(given) == 1.2
+    assert [stick.gb_s() for _ in range(8)][-1] == 1.2  # slower, but not by half: it is that now
+    stick.close()
+
+
 @pytest.mark.parametrize("names", [("full", "partly"), ("partly",)])
 def test_the_yardstick_asks_the_disk_for_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]

@@ -345,6 +345,7 @@ def summary(served: Sequence[Served], in_a_row: int = 1) -> Row:
         "p90_ms": float(np.percentile(ms, 90)), "p90_low": p90_low, "p90_high": p90_high,
         "mean_ms": float(np.mean(ms)),
         "io_ms": float(np.median([s.io_s / s.dilation * 1e3 for s in served])),
+        "io_mean_ms": float(np.mean([s.io_s / s.dilation * 1e3 for s in served])),
         "emulated_ms": float(np.median([s.compute_s / s.dilation * 1e3 for s in served])),
         "stated_ms": float(np.median([s.stated_s / s.dilation * 1e3 for s in served])),
         "hbm": hit_rate(served, "hbm"), "dram": hit_rate(served, "dram"),
