@@ -190,6 +190,41 @@ def test_preempted_requests_answer_the_same_and_leave_nothing(serve: Serve) -> N
     served.store.check()
 
 
+def test_a_request_taken_out_of_its_step_leaves_nothing_to_be_found(serve: Serve) -> None:
+    """With priorities vLLM preempts a request that it has just scheduled, whose new blocks it can
+    find by then: the request went on from rows that another prompt had left in one of them, and
+    stored all of it, for every server that reads the store."""
+    few = {
+        "num_gpu_blocks_override": 11, "max_model_len": 1280, "scheduling_policy": "priority",
+        "long_prefill_token_threshold": 384, "max_num_batched_tokens": 2048,
+    }  # fmt: skip
+    long, small = words(1024, seed=70), {"num_gpu_blocks_override": 20}
+    plain = serve(store=False, **small)
+    expected = tokens(plain.ask([long]))
+    plain.close()
+    served = serve(**few)
+    served.ask([words(1200, seed=71)], n=1)  # every block has rows of this one
+    served.forget()
+    engine, outs = served.llm.llm_engine, {}
+
+    def step() -> None:
+        for out in engine.step():
+            outs[out.request_id] = list(out.outputs[0].token_ids)
+
+    engine.add_request("decodes", {"prompt_token_ids": words(100, 72)}, params(20), priority=0)
+    step()
+    engine.add_request("long", {"prompt_token_ids": long}, params(10), priority=5)
+    step()
+    engine.add_request("short", {"prompt_token_ids": words(128, 73)}, params(2), priority=0)
+    while engine.has_unfinished_requests():
+        step()
+    (preempted,) = (out for name, out in outs.items() if name.startswith("long"))
+    assert preempted == expected[0]
+    served.settle()
+    served.close()
+    assert tokens(serve(**small).ask([long])) == expected
+
+
 # ---- when reads fail -----------------------------------------------------------------------------
 
 

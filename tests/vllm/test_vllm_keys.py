@@ -277,6 +277,23 @@ def test_an_adapter_whose_files_change_is_not_reused_until_a_restart(
     assert _adapter_key(_adapter_in(tmp_path / "c", 2, number=3), adapters) != first
 
 
+@pytest.mark.parametrize("is_settled", [True, False], ids=["settled", "just written"])
+def test_an_adapters_weights_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_settled: bool
+) -> None:
+    """Where no digest of them could be kept on disk (no home, a clock of whole seconds), they were
+    read four times a request, and at each step in which it waited, while all others stood still."""
+    reads, read = [], keys._adapter
+    monkeypatch.setattr(keys, "_adapter", lambda *args: reads.append(1) or read(*args))
+    monkeypatch.setattr(keys, "_SETTLED_NS", -(10**15) if is_settled else 10**15)
+    adapters, request = Adapters(), _adapter_in(tmp_path / "a", 1)
+    names = {_adapter_key(request, adapters) for _ in range(3)}
+    assert len(names) == 1 and len(reads) == (1 if is_settled else 3)
+    _adapter_in(tmp_path / "a", 2)
+    with pytest.raises(Unsupported, match="has other files than when it was first used"):
+        _adapter_key(request, adapters)
+
+
 def test_an_adapter_that_was_saved_after_vllm_began_is_not_reused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -392,8 +409,8 @@ def test_an_unknown_key_keeps_a_request_out_of_the_store(
     (plain,) = served.ask([PROMPT])
     served.settle()
     stored = served.store.stats()["stored_tokens"]
-    side = served.scheduler.connector.scheduler
-    monkeypatch.setattr(side, "_keys_of", lambda request, *at: ((("steering", "x"),), 0))
+    hits = served.scheduler.connector.scheduler._hits
+    monkeypatch.setattr(hits, "_keys_of", lambda request, *at: ((("steering", "x"),), 0))
     (refused,) = served.ask([PROMPT])
     (other,) = served.ask([words(300, seed=4)])
     served.settle()

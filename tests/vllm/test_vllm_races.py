@@ -25,7 +25,7 @@ import vllm._custom_ops  # noqa: F401  # the kernels that this processor has
 from vllm import envs
 
 from impress.config import Config
-from impress.engines.vllm import hanging, saving, uses
+from impress.engines.vllm import hanging, saving, scheduling, uses
 from impress.engines.vllm.blocks import BlockLayout, slots_of
 from impress.engines.vllm.connector import ImpressConnector
 from impress.engines.vllm.exact import ExactLoad, ExactSide
@@ -112,6 +112,26 @@ def test_requests_that_ended_give_their_blocks_up_where_running_ones_are_preempt
     served.settle()
     assert served.used_blocks() == 0
     assert served.store.lookup(prompts[0]) == 0
+
+
+def test_requests_that_ended_give_their_blocks_up_where_none_is_left_to_be_preempted(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts with an answer of one token end in the step that they are computed in: with nobody to
+    preempt, those that waited for blocks were served as slowly as the disk took rows."""
+    monkeypatch.setattr(scheduling, "_PATIENCE_S", 0.0)
+    few = {"num_gpu_blocks_override": 10, "max_model_len": 1024}
+    prompts = [words(240, seed=60 + i) for i in range(8)]
+    plain = serve(store=False, **few)
+    expected = [answer.tokens for answer in plain.ask(prompts, n=1)]
+    plain.close()
+    served = serve(**few)
+    with held_back(served, monkeypatch):  # no row is taken until all have been answered
+        assert [answer.tokens for answer in served.ask(prompts, n=1)] == expected
+        assert served.worker.saver.n_skipped >= 1
+    assert "vLLM is short of the blocks" in caplog.text
+    served.settle()
+    assert served.used_blocks() == 0
 
 
 def test_a_pause_is_not_over_while_blocks_are_still_to_be_read(

@@ -9,10 +9,11 @@ images: they may be named by the client's own word, or a number that the next pr
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from impress.errors import BadInput, Unsupported
 from impress.weights import weights_of
@@ -94,6 +95,13 @@ def _text(salt: Any) -> str:
     raise Unsupported(f"cache_salt {salt!r} is no text: this request is not reused")
 
 
+#: Files that changed less than this before they were read may change again within the same tick of
+#: their file system's clock, which may be a second.
+_SETTLED_NS: Final = 2 * 10**9
+#: Of each file: name, device, inode, bytes, when it was changed (st_mtime_ns, st_ctime_ns).
+_Stamp = tuple[tuple[str, int, int, int, int, int], ...]
+
+
 class Adapters:
     """What the files of each adapter held when a request first named it. For one thread.
 
@@ -112,6 +120,7 @@ class Adapters:
         self._begun_ns = begun_ns
         # By number, and by name and path; empty: which files vLLM has of it is no longer known.
         self._first: dict[int | tuple[str, str], bytes] = {}
+        self._read: dict[str, tuple[_Stamp, bytes]] = {}  # by path
 
     def digest(self, adapter: Any) -> bytes:
         """A digest of a vLLM LoRA request's weights and settings, as they are applied.
@@ -126,7 +135,7 @@ class Adapters:
             try:
                 if getattr(adapter, "tensorizer_config_dict", None):
                     raise Unsupported(f"adapter {path} is loaded by tensorizer, from other files")
-                now = _adapter(path, self._applied)
+                now = self._digest(path)
                 if not firsts and self._begun_ns is not None and _changed_ns(path) > self._begun_ns:
                     raise Unsupported(
                         f"adapter {path} was saved after vLLM began, and vLLM may have loaded what "
@@ -141,6 +150,31 @@ class Adapters:
         if b"" not in firsts:
             log.warning("%s: its requests are not reused until vLLM is started again", why)
         raise Unsupported(why)
+
+    def _digest(self, path: str) -> bytes:
+        """Of an adapter's files, read where they changed: the scheduler, and with it every request,
+        waits for it, several times a request. Raises Unsupported."""
+        stamp = _stamp_of(path)
+        known, digest = self._read.get(path, ((), b""))
+        if stamp != known:
+            digest, read_ns = _adapter(path, self._applied), time.time_ns()
+            if _stamp_of(path) == stamp and max(look[-1] for look in stamp) < read_ns - _SETTLED_NS:
+                self._read[path] = stamp, digest
+        return digest
+
+
+def _stamp_of(path: str) -> _Stamp:
+    """What changes with an adapter's files. Raises Unsupported."""
+    try:
+        folder = Path(path).expanduser()
+        files = [folder / "adapter_config.json", *sorted(folder.glob("adapter_model.*"))]
+        looks = [(file.name, file.stat()) for file in files]
+    except (OSError, RuntimeError) as err:
+        raise Unsupported(f"adapter {path} cannot be read: {err}") from None
+    return tuple(
+        (name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
+        for name, at in looks
+    )
 
 
 def _changed_ns(path: str) -> int:

@@ -4,31 +4,30 @@
                                               finished ─finish─┘
 
 All of it is lookups in memory and bookkeeping: no call reads or writes a disk, except for a LoRA
-request, whose adapter's files are examined, and read if no digest of them is kept (keys.py).
+request, whose adapter's files are examined, and read when they are seen first (keys.py).
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from impress.engines.vllm.events import Events
-from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
-from impress.engines.vllm.settings import Served, Settings, asked_of, at_least, policy_of
+from impress.engines.vllm.hits import Hits, privatise
+from impress.engines.vllm.settings import Served, Settings
 from impress.engines.vllm.shared import View
-from impress.engines.vllm.step import LoadSpec, Prompt, SaveSpec, StepPlan, StepReport
+from impress.engines.vllm.step import LoadSpec, SaveSpec, StepPlan, StepReport
 from impress.engines.vllm.tracked import Tracked
-from impress.engines.vllm.unheard import Unheard
+from impress.engines.vllm.unheard import Unheard, unpublish
 from impress.errors import ImpressError
 from impress.policy import Exact, Policy
 
 log = logging.getLogger("impress")
 
-_HASH_BYTES = 32
+#: How long nothing is scheduled before rows that are still to be saved are let go.
+_PATIENCE_S: Final = 1.0
 
 
 class SchedulerSide:
@@ -40,15 +39,7 @@ class SchedulerSide:
         self._events = events
         self._block_size = served.block_size
         self._window = settings.config.window
-        self._unit = math.lcm(served.block_size, self._window)  # of a hit
-        self._keys_of = vllm_keys_of()
-        self._adapters = Adapters(served.lora, time.time_ns())
-        self._mixes_adapters = served.mixes_adapters
-        if served.mixes_adapters:
-            log.warning(
-                "vLLM's LoRA on the CPU may mix an adapter into requests that name none: they are "
-                "served without the store"
-            )
+        self._hits = Hits(settings, served, view)
         self._tracked: dict[str, Tracked] = {}
         self._late: list[SaveSpec] = []  # of requests that have finished
         self._gone: list[list[int]] = []  # blocks of each that finished since the last plan
@@ -56,8 +47,8 @@ class SchedulerSide:
         self._ended: list[str] = []
         self._dropped: list[str] = []
         self.saving = False  # the worker reads blocks, or has yet to
+        self._stalled_s: float | None = None  # since when requests wait for blocks of ended ones
         self._evicting = False  # the store has let go of something, and will again
-        self._reset = ""  # in every key since the cache was reset
         self._n_plans = 0
         self._heard = 0  # number of the last plan for which a report came back
         self._unheard = Unheard(served.block_size)
@@ -67,80 +58,12 @@ class SchedulerSide:
     # ---- a request comes -------------------------------------------------------------------
 
     def add(self, request: Any) -> None:
-        """A request has come: may it be reused, under which policy, may others share its blocks?"""
-        tracked = self._tracked[request.request_id] = Tracked(request, self._policy_of(request))
-        if request.resumable:
-            tracked.refused = "its prompt may still change"
-        elif request.pooling_params is not None:
-            tracked.refused = "it generates nothing"
-        if request.lora_request is not None:
-            try:  # even for a request that is not to be stored: vLLM loads the adapter for it
-                self._adapters.digest(request.lora_request)
-            except ImpressError as err:
-                tracked.refused = str(err)
-        elif self._mixes_adapters:
-            tracked.refused = "vLLM may mix an adapter into it"
-        if tracked.refused or isinstance(tracked.policy, Exact):
-            return
-        # Before vLLM looks in its own cache: a sparse prefix is never read from there.
-        if not request.skip_reading_prefix_cache and self._stored(tracked):
-            tracked.private = True
-            _privatise(request)
-
-    def _policy_of(self, request: Any) -> Policy:
-        try:  # vLLM calls this unguarded: an error here ends its engine
-            asked = asked_of(request.kv_transfer_params)
-            if asked is None:
-                return self._settings.policy
-            policy = policy_of(asked)
-        except ImpressError as err:
-            log.warning("request %s: %s; served exactly", request.request_id, err)
-            return Exact()
-        floor = self._settings.floor
-        if not at_least(policy, floor):
-            log.warning("request %s: %r is looser than %r", request.request_id, policy, floor)
-            return floor
-        return policy if self._settings.sparse else Exact()  # keep_all: no layer would choose
-
-    def _prompt(self, tracked: Tracked, n: int) -> Prompt:
-        """The first n tokens and their names. Raises Unsupported if a key is unknown, or no longer
-        true: an adapter's files may change while its request waits."""
-        memo = tracked.prompt
-        if memo is not None and memo[:2] == (n, self._reset):
-            if tracked.request.lora_request is not None:
-                self._adapters.digest(tracked.request.lora_request)
-        else:
-            extra, tenant = extras_of(
-                tracked.request, n, self._block_size, self._keys_of, self._adapters
-            )
-            memo = n, self._reset, Prompt(tracked.tokens(n), extra, tenant + self._reset)
-            tracked.prompt = memo
-        return memo[2]
-
-    def _stored(self, tracked: Tracked) -> int:
-        """How many stored tokens vLLM can take over: whole blocks, one token left to compute."""
-        n: int = tracked.request.num_tokens
-        if tracked.refused or n <= self._unit:
-            return 0
-        try:
-            prompt = self._prompt(tracked, n)
-            found = self._view.lookup(prompt.tokens, prompt.extra, prompt.tenant)
-        except ImpressError as err:
-            tracked.refused = str(err)
-            return 0
-        tracked.n_stored = found
-        return min(found, n - 1) // self._unit * self._unit
+        """A request has come."""
+        self._tracked[request.request_id] = self._hits.track(request)
 
     def matched(self, request: Any, n_computed: int) -> int:
         """Tokens that can be loaded beyond those in vLLM's own cache. Pure except for a memo."""
-        tracked = self._tracked[request.request_id]
-        if n_computed and request.prompt_embeds is not None and not tracked.refused:
-            tracked.refused = "vLLM's own cache goes by its embeddings' bytes alone"  # keys._meant
-        hit = self._stored(tracked)
-        if getattr(request, "skip_reading_prefix_cache", False):  # it wants every position's logits
-            hit = 0
-        tracked.hit = (n_computed, hit)
-        return max(hit - n_computed, 0)
+        return self._hits.matched(self._tracked[request.request_id], n_computed)
 
     def allocated(self, request: Any, n_external: int) -> None:
         """vLLM has allocated blocks for a request, and takes n_external tokens of the hit."""
@@ -151,7 +74,7 @@ class SchedulerSide:
         if n_external:
             tracked.to_load = (tracked.hit[0], tracked.hit[0] + n_external)
         if tracked.private:
-            _privatise(request)  # what it publishes from now on is not found, not even by itself
+            privatise(request)  # what it publishes from now on is not found, not even by itself
 
     # ---- a step ----------------------------------------------------------------------------
 
@@ -168,11 +91,11 @@ class SchedulerSide:
                 self._preempted(tracked, plan)
                 comes = tracked.request.request_id in output.num_scheduled_tokens
                 short = short or not (comes or self._has_room(tracked.request))  # as after a reset
-        if short:  # saves of ended requests go first
+        if short or self._stalled(output):  # saves of ended requests go first
             plan.given_up += self._held.values()
         for request_id, n_new in output.num_scheduled_tokens.items():
             tracked = self._tracked[request_id]
-            end = tracked.request.num_computed_tokens + n_new
+            tracked.n_planned = end = tracked.request.num_computed_tokens + n_new
             if tracked.to_load[1]:
                 self._load(tracked, n_new, plan)
             if not tracked.sparse:
@@ -227,9 +150,21 @@ class SchedulerSide:
         wanted: int = -(-request.num_tokens // self._block_size)
         return wanted <= int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def _stalled(self, output: Any) -> bool:
+        """Whether nothing has been scheduled for a while, as ended requests hold their blocks: with
+        no request to preempt, those that wait would be served as fast as the disk takes rows."""
+        waits = self._held and not output.total_num_scheduled_tokens
+        if not waits or all(self._has_room(tracked.request) for tracked in self._tracked.values()):
+            self._stalled_s = None
+            return False
+        now = time.monotonic()
+        self._stalled_s = now if self._stalled_s is None else self._stalled_s
+        return now - self._stalled_s >= _PATIENCE_S
+
     def _preempted(self, tracked: Tracked, plan: StepPlan) -> None:
         """Its blocks already belong to another. It begins again, maybe in this very step."""
         plan.dropped.append(tracked.key)
+        unpublish(tracked, self._block_size, self.kv_cache_manager)
         tracked.n_preempted = tracked.request.num_preemptions
         tracked.n_saved = 0
         tracked.handed = tracked.sparse = False
@@ -270,7 +205,7 @@ class SchedulerSide:
 
     def _spec(self, tracked: Tracked, wanted: int, end: int, blocks: list[int]) -> SaveSpec | None:
         try:
-            prompt = self._prompt(tracked, wanted)
+            prompt = self._hits.prompt(tracked, wanted)
         except ImpressError as err:
             tracked.refused = str(err)
             return None
@@ -301,6 +236,7 @@ class SchedulerSide:
         said = {"impress": tracked.said} if tracked.said else None
         if request.num_preemptions != tracked.n_preempted:
             self._dropped.append(tracked.key)  # it holds no blocks any more
+            unpublish(tracked, self._block_size, self.kv_cache_manager)
             return False, said
         if not (tracked.refused or tracked.sparse) and self._settings.store_new:
             self._save_late(tracked, block_ids)
@@ -383,15 +319,10 @@ class SchedulerSide:
 
         What is stored from now on is found by this process only.
         """
-        self._reset = f"|reset:{secrets.token_hex(16)}"
+        self._hits.reset()
         for tracked in self._tracked.values():
             tracked.refused = "the cache was reset while it ran"
         self._events.cleared()
 
     def close(self) -> None:
         self._view.close()
-
-
-def _privatise(request: Any) -> None:
-    """Give a request's blocks hashes that no request has; each call gives new ones."""
-    request.block_hashes[:] = [secrets.token_bytes(_HASH_BYTES) for _ in request.block_hashes]

@@ -1,4 +1,5 @@
-"""What steps without a report were to load: a step that was cut short may have loaded none of it.
+"""Blocks that were to be filled, and may not have been: by a step that was cut short, and so made
+no report, or by one that a request was taken out of.
 
 vLLM counts what it has planned as done, and finds it in its own cache from then on.
 """
@@ -9,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from impress.engines.vllm.step import StepPlan
+from impress.engines.vllm.tracked import Tracked
 
 
 class Unheard:
@@ -45,3 +47,16 @@ class Unheard:
                 found.append(request.request_id)
         self._blocks = fills | plan.unfilled
         return found
+
+
+def unpublish(tracked: Tracked, block_size: int, manager: Any) -> None:
+    """Let nobody find blocks of a preempted request beyond the tokens that plans were made for.
+
+    With priorities vLLM takes a request out of the very step that it is scheduling, when the blocks
+    of that step are in its cache already: a request that came next found, stored and served what
+    others had left in them.
+    """
+    for name in tracked.request.block_hashes[tracked.n_planned // block_size :]:
+        while found := manager.block_pool.get_cached_block(name, [0]):
+            manager.evict_blocks({block.block_id for block in found})
+    tracked.n_planned = 0
