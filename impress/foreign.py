@@ -16,13 +16,15 @@ from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from impress.errors import Unsupported
-from impress.values import held_by, made_from
+from impress.values import STDLIB, held_by, kept_in, made_from
 
 if TYPE_CHECKING:
     import torch
 
 #: Packages whose classes compute what tensors and settings say.
 _KNOWN: Final = {"torch", "transformers", "peft"}
+#: Packages that have a version, so that a class's name tells what it keeps.
+_BY_NAME: Final = {*_KNOWN, *STDLIB, "accelerate", "impress", "numpy"}
 #: Packages whose modules, in a quantized model, replace the layers that its settings tell of.
 _QUANTIZERS: Final = {
     "aqlm", "auto_gptq", "auto_round", "auto_round_extension", "auto_round_kernel", "awq",
@@ -169,16 +171,16 @@ class _Teller:
         self._n_values = self._n_bytes = 0
 
     def kept_by(self, module: Any) -> Iterator[tuple[str, str]]:
-        """(attribute, digest) of what is its own. Raises _Untold."""
+        """(attribute, digest) of what is its own, and its class's. Raises _Untold."""
         known = self._own
         if any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
             known = known | _OF_ANY_MODEL
-        for name, value in sorted(vars(module).items()):
-            if name not in known:
-                told = hashlib.blake2b(digest_size=16, person=b"impress-foreign")
-                for text in self._told(value):
-                    told.update(text.encode(errors="backslashreplace") + b"\0")
-                yield name, told.hexdigest()
+        own = sorted((name, value) for name, value in vars(module).items() if name not in known)
+        for name, value in (*own, *_of_class(type(module))):
+            told = hashlib.blake2b(digest_size=16, person=b"impress-foreign")
+            for text in self._told(value):
+                told.update(text.encode(errors="backslashreplace") + b"\0")
+            yield name, told.hexdigest()
 
     def _told(self, value: Any) -> Iterator[str]:
         """A value as texts."""
@@ -195,6 +197,9 @@ class _Teller:
         else:
             self._seen[id(value)] = len(self._seen), value
             yield _class_of(value)
+            is_module = isinstance(value, self._torch.nn.Module)  # see `kept_by`
+            if not is_module and (shared := dict(_of_class(type(value)))):
+                yield from self._told(shared)
             yield from self._inside(value)
             yield "end"
 
@@ -216,6 +221,8 @@ class _Teller:
                 yield f"{name} {said}"
         elif isinstance(value, ModuleType | type | logging.Logger):
             yield _name_of(value)
+            if isinstance(value, type):
+                yield from self._told(dict(_of_class(value)))
         elif isinstance(value, FunctionType):  # with what it is given, but not what it looks up
             yield _name_of(value)
             yield from self._told([held_by(value), vars(value)])
@@ -267,6 +274,14 @@ class _Teller:
             yield from self._told(made)
             if hasattr(value, "__dict__"):  # what a pickle may leave out
                 yield from self._told(vars(value))
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    """What a class and its bases keep, by name, as far as no package's version tells it."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in _BY_NAME:
+            for name, value in sorted(kept_in(base).items()):
+                yield f"{base.__qualname__}.{name}", value
 
 
 def _class_of(value: Any) -> str:

@@ -137,7 +137,7 @@ def _combine(
     config: Mapping[str, Any], revision: str, weights: bytes, dtype: str, family: str
 ) -> bytes:
     fields = (
-        json.dumps(_normalised(config), sort_keys=True, default=str).encode(),
+        config_said(config).encode(),
         revision.encode(),
         weights,
         dtype.encode(),
@@ -151,6 +151,11 @@ def _combine(
 
 
 # --- config ---------------------------------------------------------------------------------------
+
+
+def config_said(config: Mapping[str, Any]) -> str:
+    """What a config says of how a model computes; of a model in memory, `config.to_dict()`."""
+    return json.dumps(_normalised(config), sort_keys=True, default=str)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

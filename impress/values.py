@@ -4,10 +4,18 @@ and a model's (foreign)."""
 from __future__ import annotations
 
 import copyreg
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
+
+#: Names that Python itself keeps in a class.
+_PYTHONS: Final = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
+#: Python's packages: they have a version.
+STDLIB: Final = sys.stdlib_module_names
+#: Where torch.compile's wrapper, which refers to much of the process, has the function itself.
+_COMPILED: Final = "_torchdynamo_orig_callable"
 
 
 def held_by(function: FunctionType) -> list[Any]:
@@ -29,3 +37,25 @@ def made_from(value: Any) -> str | list[Any]:
     if isinstance(made, str):
         return made
     return [[*part] if isinstance(part, Iterator) else part for part in made]
+
+
+def kept_in(kind: type) -> dict[str, Any]:
+    """What one class itself keeps and all its objects share: not its methods, nor descriptors."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and name not in _PYTHONS
+        and not hasattr(type(value), "__get__")
+    }  # fmt: skip
+
+
+def uncompiled_call(called: Any) -> Any:
+    """What torch.compile was given, where this is its own wrapper; anything else as it is.
+
+    functools.wraps copies the attribute by which torch finds it, so that any wrapper around a
+    compiled function has it, too.
+    """
+    if not isinstance(called, FunctionType):
+        return called
+    is_torchs = str(called.__globals__.get("__name__", "")).startswith("torch._dynamo.")
+    return getattr(called, _COMPILED, called) if is_torchs else called

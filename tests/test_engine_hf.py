@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import re
+import subprocess
 import sys
 import threading
 import types
@@ -1123,6 +1124,52 @@ def test_a_function_that_all_attention_calls_is_not_replaced_unseen(tmp_path, mo
     assert not (tmp_path / "store").exists()
 
 
+_REPLACED_FIRST = """
+import sys
+
+from transformers import masking_utils
+from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attention
+
+masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+where, name = {
+    "mask": (masking_utils, "create_causal_mask"), "sdpa mask": (masking_utils, "sdpa_mask"),
+    "sdpa": (sdpa_attention, "sdpa_attention_forward"),
+}[sys.argv[1]]
+own = getattr(where, name)
+
+def other(*args, **named):
+    return own(*args, **named)
+
+setattr(where, name, other)
+if sys.argv[1] != "mask":
+    (masks if "mask" in name else attention)._global_mapping["sdpa"] = other
+
+import torch, transformers
+import impress, impress.engines.hf
+
+tiny = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=2,
+)
+model = transformers.LlamaForCausalLM(tiny).eval()
+try:
+    impress.engines.hf.attach(model, sys.argv[2]).close()
+except impress.Unsupported as err:
+    print(err)
+"""
+
+
+@pytest.mark.parametrize("which", ["mask", "sdpa mask", "sdpa"])
+def test_a_function_that_was_replaced_before_impress_was_imported_is_noticed(tmp_path, which):
+    """What was there at the import passed for Transformers': by a line at a script's top all tokens
+    of a prompt saw each other, and the stock model was served such rows."""
+    command = [sys.executable, "-c", _REPLACED_FIRST, which, str(tmp_path / "store")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "was replaced, and no key tells what that computes" in said
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_model_that_another_thread_made_see_what_follows_stores_nothing(tmp_path):
     """Continuous batching does so for each of its steps, through the config that all share: rows
     of such a request were stored under the model's own name."""
@@ -1327,16 +1374,27 @@ class Control:
     coefficient: float = 1.0
 
 
+class Switches:
+    """A class that is kept as it is, for what all share."""
+
+    louder = 0.0
+
+
 class Controlled(Steered):
     """Steers by a plain attribute, which is set anew at will."""
 
-    def __init__(self, block):
+    more = 0.0
+
+    def __init__(self, block, config):
         super().__init__(block)
         self.control = Control()
+        self.switches = Switches
+        self.config = config
 
     def forward(self, *args, **named):
         said = self.control
         more = 0.0 if said.vector is None else said.coefficient * said.vector
+        more = more + self.more + self.switches.louder + getattr(self.config, "steer", 0.0)
         return self.block(*args, **named) + more
 
 
@@ -1352,7 +1410,7 @@ def test_what_a_foreign_module_keeps_in_plain_attributes_is_another_model(tmp_pa
 
     def steered():
         model = tiny()
-        model.model.layers[0] = Controlled(model.model.layers[0]).eval()
+        model.model.layers[0] = Controlled(model.model.layers[0], model.config).eval()
         model.model.layers[0].control.vector = torch.arange(64) / 64
         return model
 
@@ -1372,6 +1430,41 @@ def test_what_a_foreign_module_keeps_in_plain_attributes_is_another_model(tmp_pa
         with attach(again, tmp_path) as engine:
             engine.generate(ids, max_new_tokens=1)
             assert engine.last_request.hit_tokens == hit
+
+
+@pytest.mark.parametrize("where", [Controlled, Switches, Control, "config"])
+def test_what_a_foreign_module_finds_in_a_class_or_the_config_is_another_model(
+    tmp_path, monkeypatch, where
+):
+    """Only what its own `__dict__` had was looked at: rows of one setting answered under another,
+    and of a class's in any process that came later."""
+    name = {Controlled: "more", Switches: "louder", Control: "coefficient"}.get(where, "steer")
+
+    def steered():
+        torch.manual_seed(0)
+        model = tiny()
+        layers = model.model.layers
+        layers[0] = Controlled(layers[0], model.config).eval()
+        layers[0].control.vector = torch.full((64,), 0.5)
+        del layers[0].control.__dict__["coefficient"]  # its class's counts
+        model.config.steer = 0.0
+        return model
+
+    ids, model = prompts(200), steered()
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        engine.generate(ids, max_new_tokens=1)
+        assert engine.last_request.hit_tokens == 192
+        monkeypatch.setattr(model.config if where == "config" else where, name, 2.5)
+        for tokens in (ids, prompts(210, seed=5)):
+            with pytest.raises(StoreMismatch, match=r"changed since attach"):
+                engine.generate(tokens, max_new_tokens=1)
+        engine.flush()
+        assert engine.store.stats()["spans"] == 1
+    with attach(model, tmp_path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        assert engine.last_request.hit_tokens == 0
 
 
 class OwnBase(transformers.LlamaModel):
@@ -2096,6 +2189,25 @@ def a_forward_of_its_own(model):
     return lambda: delattr(layer, "forward")
 
 
+def a_forward_around_a_compiled_one(model):
+    layer = model.model.layers[0]
+    compiled = torch.compile(layer.forward, backend="eager")
+
+    @functools.wraps(compiled)  # takes over where torch keeps what it compiled
+    def around(*args, **kwargs):
+        return compiled(*args, **kwargs) * 1.5
+
+    layer.forward = around
+    return lambda: delattr(layer, "forward")
+
+
+def a_hook_over_a_compiled_forward(model):
+    layer = model.model.layers[0]
+    layer.forward = torch.compile(layer.forward, backend="eager")
+    undo = a_hook_under_accelerate(model)
+    return lambda: (undo(), delattr(layer, "forward"))
+
+
 def a_generate_of_its_own(model):
     model.generate = functools.partial(type(model).generate, model, min_new_tokens=1)
     return lambda: delattr(model, "generate")
@@ -2174,6 +2286,8 @@ CODE = [
     (a_hook_before, r"model\.layers\.1\.input_layernorm has a forward hook"),
     (a_hook_of_every_module, "every module has a forward hook"),
     (a_forward_of_its_own, r"model\.layers\.0 has a forward of its own"),
+    (a_forward_around_a_compiled_one, r"model\.layers\.0 has a forward of its own"),
+    (a_hook_over_a_compiled_forward, r"model\.layers\.0 has a forward of its own"),
     (a_generate_of_its_own, "the model has a generate of its own"),
     (inputs_of_its_own, "the model has a prepare_inputs_for_generation of its own"),
     (a_hook_under_accelerate, r"model\.layers\.0 has a forward of its own"),

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from inspect import unwrap
+from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.nn.modules import module as every
 from transformers import PreTrainedModel, masking_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from impress.errors import Unsupported
+from impress.values import uncompiled_call
 
 #: The package of the code that comes with a model's files (trust_remote_code).
 _REMOTE: Final = "transformers_modules"
@@ -29,10 +31,7 @@ _MOVING: Final = {"ModelHook", "AlignDevicesHook", "SequentialHook"}
 #: What a module may have in place of its class's own: generate() runs these, pass after pass.
 _CALLED: Final = ("forward", "generate", "prepare_inputs_for_generation")
 #: Transformers' own mask functions, which its models' files have by name.
-_MASKS: Final = {
-    name: getattr(masking_utils, name)
-    for name in ("create_causal_mask", "create_sliding_window_causal_mask")
-}
+_MASKS: Final = ("create_causal_mask", "create_sliding_window_causal_mask")
 #: Classes in which a pass's largest value scales all of it: torchao's, Four Over Six's, NVFP4's.
 _BY_PASS: Final = frozenset({"Float8Linear", "FourOverSixLinear", "NVFP4Linear"})
 #: That of LLM.int8(). PEFT's class of this name has no state.
@@ -196,16 +195,32 @@ def check_functions(found: Found) -> None:
         if (file := _file_of(kind)) is not None:
             _check_file(file)
     functional, masks = torch.nn.functional, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    for where, there, own in (
-        ("torch.nn.functional.scaled_dot_product_attention",
-         functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention),
-        ("attention function sdpa", ALL_ATTENTION_FUNCTIONS.get("sdpa"), sdpa_attention_forward),
-        ("attention function eager", ALL_ATTENTION_FUNCTIONS.get("eager"), None),
-        ("mask function sdpa", masks.get("sdpa"), masking_utils.sdpa_mask),
-        ("mask function eager", masks.get("eager"), masking_utils.eager_mask),
+    own = torch._C._nn.scaled_dot_product_attention
+    if functional.scaled_dot_product_attention is not own:
+        raise _was_replaced("torch.nn.functional.scaled_dot_product_attention")
+    if ALL_ATTENTION_FUNCTIONS.get("eager") is not None:
+        raise _was_replaced("attention function eager")
+    for where, there, name, home in (
+        ("attention function sdpa", ALL_ATTENTION_FUNCTIONS.get("sdpa"),
+         "sdpa_attention_forward", sdpa_attention),
+        ("mask function sdpa", masks.get("sdpa"), "sdpa_mask", masking_utils),
+        ("mask function eager", masks.get("eager"), "eager_mask", masking_utils),
     ):  # fmt: skip
-        if there is not own:
+        if not _is_from(there, name, home):
             raise _was_replaced(where)
+
+
+@lru_cache(64)
+def _is_from(function: Any, name: str, home: ModuleType) -> bool:
+    """Whether a function is the one that Transformers defines there under this name: not what was
+    found there at first, as whoever replaces it may come before. Its own decorators are passed."""
+    while isinstance(function, FunctionType):
+        if not str(function.__globals__.get("__name__", "")).startswith("transformers."):
+            return False
+        if not hasattr(function, "__wrapped__"):
+            return function.__globals__ is vars(home) and function.__code__.co_name == name
+        function = function.__wrapped__
+    return False
 
 
 @lru_cache(256)
@@ -220,8 +235,8 @@ def _file_of(kind: type) -> dict[str, Any] | None:
 
 def _check_file(found: dict[str, Any]) -> None:
     """Raises Unsupported where a function that a model's code calls by name was replaced."""
-    for name, own in _MASKS.items():
-        if found.get(name, own) is not own:
+    for name in _MASKS:
+        if name in found and not _is_from(found[name], name, masking_utils):
             raise _was_replaced(f"{found['__name__']}.{name}")
     eager = found.get("eager_attention_forward")
     if eager is not None and getattr(eager, "__globals__", None) is not found:
@@ -293,7 +308,7 @@ def _replaced(module: Any, modules: Sequence[Any]) -> str:
 def _is_of_a_class(called: Any, name: str, modules: Sequence[Any]) -> bool:
     """Whether it is what the class of one of them has: after each generate() PEFT leaves in itself
     the bound method of the model under it."""
-    called = getattr(called, "_torchdynamo_orig_callable", called)  # compiled by itself
+    called = uncompiled_call(called)  # compiled by itself
     function, owner = (getattr(called, part, None) for part in ("__func__", "__self__"))
     if function is None or function is not getattr(type(owner), name, None):
         return False
@@ -303,7 +318,7 @@ def _is_of_a_class(called: Any, name: str, modules: Sequence[Any]) -> bool:
 def _comes_to_its_class(module: Any, forward: Any) -> bool:
     if "_orig_mod" in module._modules:  # torch.compile's, around a module that is looked at too
         return True
-    forward = getattr(forward, "_torchdynamo_orig_callable", forward)  # compiled by itself
+    forward = uncompiled_call(forward)  # compiled by itself
     if isinstance(forward, partial) and forward.func.__module__ == "accelerate.hooks":
         before = getattr(module, "_old_forward", None)
         return _moves(getattr(module, "_hf_hook", None)) and _comes_to_its_class(module, before)

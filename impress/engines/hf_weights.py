@@ -21,6 +21,7 @@ from impress.engines.hf_modules import (
 )
 from impress.errors import StoreMismatch
 from impress.foreign import adapter_settings, foreign_settings
+from impress.namespace import config_said
 
 #: Elements of a tensor to notice a change by. Odd, so that a matrix's lie in many columns.
 SAMPLES: Final = 31
@@ -34,11 +35,11 @@ class Weights:
 
     Noticed: a parameter or buffer that is another object, lies elsewhere, has another shape or
     order, or was written so that autograd's version moved; a module of another class, or a new one;
-    another adapter; what a module of another package keeps in plain attributes; another number of
-    layers to run; and, whatever way it was written (`.data`,
-    inference mode, memory used again), a change of the sampled elements. Not noticed: a change that
-    moves neither address nor version and hits no sampled element, such as a few rows of an
-    embedding through `.data`.
+    another adapter; what a module of another package keeps in plain attributes, or finds in its
+    class or the model's config; another number of layers to run; and, whatever way it was written
+    (`.data`, inference mode, memory used again), a change of the sampled elements. Not noticed: a
+    change that moves neither address nor version and hits no sampled element, such as a few rows of
+    an embedding through `.data`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -53,6 +54,7 @@ class Weights:
         self._samples = self._sampled(tensors)
         self._adapter = _adapter(model, found)
         self._foreign = foreign_settings(model)
+        self._config = self._foreign and config_said(model.config.to_dict())
         self._classes = found.classes
         self._n_layers = _n_layers(model)
 
@@ -76,6 +78,13 @@ class Weights:
             raise StoreMismatch(
                 f"{attribute or 'what'} that {name} ({kind}) keeps beside its tensors changed "
                 "since attach(): attach the model again; keep what a forward writes elsewhere"
+            )
+
+        if self._foreign and config_said(self._model.config.to_dict()) != self._config:
+            name, kind, *_ = self._foreign[0]
+            raise StoreMismatch(
+                f"the model's config changed since attach(), and {name} ({kind}) may compute by "
+                "it: attach the model again"
             )
 
     def _changed(self, found: Found) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copyreg
 import logging
 import secrets
-import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -42,13 +41,11 @@ from impress import policy as built_in
 from impress.errors import ImpressError
 from impress.selection import probes
 from impress.selection.identify import OWN, select
-from impress.values import held_by, made_from
+from impress.values import STDLIB, held_by, kept_in, made_from, uncompiled_call
 
-#: Names that Python itself keeps in a class.
-_PYTHONS: Final = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
 _PLAIN_REPR: Final[Any] = object.__repr__  # gives an object's address
 #: Packages whose classes' methods are left out: they have a version, or are counted by RULES.
-_NOT_THEIRS: Final = {"impress", *sys.stdlib_module_names}
+_NOT_THEIRS: Final = {"impress", *STDLIB}
 #: Their repr gives their address, and there is no more to tell.
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 _SLOTS: Final = (GetSetDescriptorType, MemberDescriptorType)
@@ -61,8 +58,6 @@ _SPEAK_AS: Final = (PurePath, np.generic, np.dtype)
 _TORCHS: Final = {"torch.dtype", "torch.device", "torch.layout", "torch.memory_format"}
 #: Their repr tells all there is where that of each item does.
 _HOLD: Final = {list, tuple, dict, OrderedDict}
-#: Where torch.compile's wrapper, which refers to much of the process, has the function itself.
-_COMPILED: Final = "_torchdynamo_orig_callable"
 
 
 def name_of(policy: Any) -> str:
@@ -105,7 +100,7 @@ def _does(policy: Any) -> list[str]:
 
 def _whole(value: Any) -> list[str]:
     """A callable or an object: its state, what its class shares among all, and its methods."""
-    value = getattr(value, _COMPILED, value)
+    value = uncompiled_call(value)
     if isinstance(value, MethodType):
         return [_as_far_as(value.__func__), *_whole(value.__self__)]
     is_class = isinstance(value, type)
@@ -151,14 +146,8 @@ def _unlike_all() -> str:
 def _of_class(kind: type) -> list[tuple[str, Any]]:
     """Settings kept in a class or its bases, by name; not its methods, nor its fields."""
     own = {f.name for f in fields(kind)} if is_dataclass(kind) else {"name"}
-    found = {
-        name: value
-        for base in reversed(kind.__mro__)
-        for name, value in vars(base).items()
-        if not name.startswith("__") and name not in own and name not in _PYTHONS
-        and not hasattr(type(value), "__get__")
-    }  # fmt: skip
-    return sorted(found.items())
+    found = {name: v for base in reversed(kind.__mro__) for name, v in kept_in(base).items()}
+    return sorted((name, value) for name, value in found.items() if name not in own)
 
 
 def _shown(value: Any) -> list[tuple[str | None, Any]]:
@@ -194,7 +183,7 @@ def _told(value: Any) -> str:
     """A setting's repr, but in full: an array's or a tensor's leaves out rows and digits, and a
     module's what it has learnt."""
     if isinstance(value, FunctionType):
-        value = getattr(value, _COMPILED, value)
+        value = uncompiled_call(value)
         return f"{value.__module__}.{value.__qualname__} {_code(value)}"
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
