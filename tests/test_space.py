@@ -661,3 +661,50 @@ def test_a_prompt_whose_header_no_segment_holds_is_refused_by_the_setting(open_s
     store.close()
     store = open_store(deep, segment_bytes=4 * MIB, disk_bytes=80 * MIB)
     assert put_prompt(store, prompt(256, 9), wait_s=30).wait(60)
+
+
+@pytest.mark.parametrize("segments", [(1, 4), (4, 1)], ids=["raised", "lowered"])
+def test_a_long_prompt_empties_no_home_whose_segments_are_of_another_size(
+    open_store: Open, segments: tuple[int, int]
+) -> None:
+    """A full home has no room for one of the size that the refusal advises: everything was evicted
+    for the header, and the disk was blamed. A lowered setting finds larger ones."""
+    deep, before = impress.Geometry(1024, 1, 1, 1, "float16"), segments[0] * MIB
+    store = open_store(deep, disk_bytes=96 * MIB, segment_bytes=before, disk_high=1.0)
+    for seed in range(200):
+        if not put_prompt(store, prompt(64, seed), wait_s=30).wait(60):
+            break
+        if store.stats()["evicted_spans"]:
+            break
+    store.flush()
+    there = [seed for seed in range(200) if store.lookup(prompt(64, seed))]
+    assert len(there) > 6
+    store.close()
+    after = segments[1] * MIB
+    store = open_store(deep, disk_bytes=96 * MIB, segment_bytes=after, disk_high=1.0)
+    stored = put_prompt(store, prompt(256, 999), wait_s=30)
+    left = [seed for seed in there if store.lookup(prompt(64, seed))]
+    if stored.wait(60):
+        assert segments == (4, 1) and left
+    else:
+        assert segments == (1, 4) and left == there
+        assert "raise segment_bytes, or, where that was done, disk_bytes" in stored.refused
+    store.check()
+
+
+def test_a_prompt_too_long_with_what_it_hangs_from_evicts_nothing(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Each turn of a chat longer than home evicted everybody else's prompts, and was refused."""
+    store = open_store(geometry, disk_bytes=8 * MIB, disk_high=1.0, **QUIET)
+    first = prompt(1280, 1)  # 4 KiB a token
+    assert put_prompt(store, first, wait_s=30).wait(60)
+    for seed in range(2, 5):
+        assert put_prompt(store, prompt(128, seed), wait_s=30).wait(60)
+    longer = np.concatenate([first, prompt(1024, 9)])
+    stored = put_prompt(store, longer, wait_s=30)
+    assert not stored.wait(60) and stored.refused.startswith("disk full")
+    assert store.stats()["evicted_spans"] == 0 and not store.stats()["ssd_read_only"]
+    assert [store.lookup(prompt(128, seed)) for seed in range(2, 5)] == [128] * 3
+    assert store.lookup(longer) == len(first)
+    store.check()

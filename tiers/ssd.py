@@ -54,7 +54,7 @@ class SsdTier:
         self.no_room = ""  # why the file system gave no more when last asked; empty: it did
         self.sync_failures = 0
         """Syncs that failed. What was written before one may be lost: the kernel says so once."""
-        self._segment_bytes = segment_bytes
+        self.segment_bytes = segment_bytes
         self._limit_bytes = limit_bytes
         self._read_only = read_only
         self._space = Space()
@@ -110,7 +110,7 @@ class SsdTier:
         n_bytes, large, taken = round_up(n_bytes), max(least, LEAST_PART), list[Extent]()
         try:
             self._take(n_bytes, large, taken)
-            if not taken and min(n_bytes, large) <= self._segment_bytes:  # else none holds it
+            if not taken and min(n_bytes, large) <= self.segment_bytes:  # else none holds it
                 with self._growing:  # whoever waited for another's segment may find room in it
                     with self._lock:
                         self._space.unsweep()  # what Ctrl-C left of an erasing
@@ -132,9 +132,19 @@ class SsdTier:
             return self._space.missing(round_up(n_bytes), least)
 
     def in_one(self, n_bytes: int) -> bool:
-        """Whether one segment can hold n_bytes: an existing one, or the next to be made."""
+        """Whether one segment can hold n_bytes: an existing one, or the next to be made, unless the
+        limit leaves no room for that."""
         with self._lock:
-            return n_bytes <= max(self._segment_bytes, self._space.largest)
+            if n_bytes <= self._space.largest:
+                return True
+            limit, next_total = self._limit_bytes, self._space.total_bytes + self.segment_bytes
+            return n_bytes <= self.segment_bytes and (limit is None or next_total <= limit)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of a segment."""
+        with self._lock:
+            return self._space.largest
 
     def free(self, slot: Slot, owed: list[Any] | None = None) -> None:
         """See Tier. Stale parts of it (see Space) are erased first. `owed`: see Space.give."""
@@ -274,7 +284,7 @@ class SsdTier:
             return None
         there = self._space.total_bytes  # of whatever size: segments keep theirs
         there = there if there <= limit else 0
-        return limit - (limit - there) % self._segment_bytes
+        return limit - (limit - there) % self.segment_bytes
 
     def usage(self) -> Usage:
         with self._lock:
@@ -335,16 +345,16 @@ class SsdTier:
         sizes, total = self._space.sizes, self._space.total_bytes
         if self._retired:
             return False
-        if self._limit_bytes is not None and total + self._segment_bytes > self._limit_bytes:
+        if self._limit_bytes is not None and total + self.segment_bytes > self._limit_bytes:
             return False
         segment = max(sizes, default=self._files.numbers.start - 1) + 1
         if segment not in self._files.numbers:
             return self._outgrown(OSError(errno.ENOSPC, "no number is left for it"))
         path = self._files.path(segment)
         try:
-            self._files.make(segment, self._segment_bytes, total // 512)  # the index grows with it
+            self._files.make(segment, self.segment_bytes, total // 512)  # the index grows with it
             with self._lock:
-                self._space.add(segment, self._segment_bytes)
+                self._space.add(segment, self.segment_bytes)
         except OSError as err:
             if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 return self._outgrown(err)

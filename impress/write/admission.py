@@ -23,6 +23,7 @@ from impress.write.leaving import COMMIT_TIMEOUT_S, Wanted
 from impress.write.writer import Writer
 from tiers.base import Extent, Slot
 from tiers.errors import MediumError, ReadFailed
+from tiers.space import LEAST_PART
 
 #: Longest wait for the header of the span a new one hangs from; most leases read it anyway.
 HEADER_TIMEOUT_S: Final = 10.0
@@ -82,7 +83,7 @@ class Admission:
                     f"store: start {start} is beyond what is stored ({first * self._window} tokens)"
                 )
             if n_windows > first and not stored.refused:
-                found = self._draft(root, labels, first, n_windows - first, self._before(held))
+                found = self._draft(root, labels, first, n_windows - first, held)
                 if isinstance(found, Draft):
                     draft = found
                 else:
@@ -156,13 +157,15 @@ class Admission:
         return () if isinstance(table, ReadFailed) else table.probes
 
     def _draft(
-        self, root: bytes, labels: bytes, first: int, n_windows: int, probed: Sequence[ProbeRecord]
+        self, root: bytes, labels: bytes, first: int, n_windows: int, held: Sequence[Held]
     ) -> Draft | str:
         """Reserve space for a span of n_windows from window `first`; or why there is none."""
-        sketches = self._media.sketches(probed)
+        sketches = self._media.sketches(self._before(held))
         records = [sketch.record for sketch in sketches]
         layout = layout_of(self._geometry, self._window, n_windows, records)
-        reserved = self._reserve_both(n_windows, layout)
+        stay = {h.record.span_id: h.record.owned_bytes for h in held}  # what it hangs from
+        mine = sum(n for span, n in stay.items() if span in self._home.catalog.own)
+        reserved = self._reserve_both(n_windows, layout, mine)
         if isinstance(reserved, str):
             return reserved
         meta, slot = reserved
@@ -180,49 +183,78 @@ class Admission:
             self._give_back(meta.length + layout.data_bytes, slot, Slot((meta,)))
             raise
 
-    def _reserve_both(self, n_windows: int, layout: SpanLayout) -> tuple[Extent, Slot] | str:
-        """Room for a header and for rows, within the day's writes; or why there is none."""
+    def _reserve_both(
+        self, n_windows: int, layout: SpanLayout, stay_bytes: int
+    ) -> tuple[Extent, Slot] | str:
+        """Room for a header and for rows, within the day's writes; or why there is none.
+        `stay_bytes`: of spans at home that cannot go for it, as it hangs from them."""
         home, ssd = self._home, self._media.ssd
         sizes = (n_windows, self._window, self._geometry.n_layers, layout.n_sums)
-        header = meta_bytes(1, *sizes)
+        header = meta_bytes(1 + layout.data_bytes // LEAST_PART, *sizes)
         n_bytes = header + layout.data_bytes
         if not ssd.in_one(header):  # first: nothing is evicted for a store that cannot fit
             why = f"a header of {header} bytes must fit in one; raise segment_bytes"
+            if header <= ssd.segment_bytes:
+                why += ", or, where that was done, disk_bytes: there is no room for one so large"
             return f"segments too small: {why}"
         refused = home.health.refusal(layout.data_bytes)
         if refused:
             return refused
         if not home.budget.allow(n_bytes):
             return "daily write budget"
-        meta = slot = None
+        reserved = list[Slot]()
         try:
-            slot = home.leaving.reserve(layout.data_bytes, n_bytes)
-            if slot is not None:
-                header = meta_bytes(len(slot.parts), *sizes)  # one extent, for scans
-                meta = home.leaving.reserve(header, n_bytes, header)
-            if slot is not None and meta is not None:
+            if self._reserve_each(header, layout.data_bytes, sizes, stay_bytes, reserved):
                 home.health.found_room(layout.data_bytes)
                 if home.budget.is_due:
                     self._committer.save_wear(COMMIT_TIMEOUT_S)
+                meta, slot = reserved
                 return meta.parts[0], slot
         except (StoreFailed, MediumError) as err:
             home.health.trouble(str(err))
         except BaseException:  # Ctrl-C in the wait: nobody else knows of this space
-            self._give_back(n_bytes, slot, meta)
+            self._give_back(n_bytes, *reserved)
             raise
-        self._give_back(n_bytes, slot, meta)
+        self._give_back(n_bytes, *reserved)
         # In an empty store no size is to blame. What readers hold up becomes free by itself.
-        fits = home.leaving.could_hold(n_bytes) or not ssd.usage().total
+        fits = home.leaving.could_hold(n_bytes + stay_bytes) or not ssd.usage().total
         if ssd.no_room and fits and not home.leaving.held_up(layout.data_bytes):
             home.health.trouble(ssd.no_room, layout.data_bytes)
         refused = home.health.refusal(layout.data_bytes)
         return refused or ": ".join(filter(None, ("disk full", ssd.no_room)))
 
-    def _give_back(self, n_bytes: int, *reserved: Slot | None) -> None:
+    def _reserve_each(
+        self, header: int, data: int, sizes: tuple[int, int, int, int], stay_bytes: int,
+        reserved: list[Slot],
+    ) -> bool:  # fmt: skip
+        """Room for a header and for rows, in `reserved`, where what was found of it is put as it
+        is. The header first: it lies in one extent, for scans, and rows take what holes there are.
+        """
+        reserve, ssd = self._home.leaving.reserve, self._media.ssd
+        for n_bytes, least in ((header, header), (data, None)):
+            slot = reserve(n_bytes, header + data, least, stay_bytes)
+            if slot is None:
+                return False
+            reserved.append(slot)
+        meta, slot = reserved
+        (at,) = meta.parts
+        needed = meta_bytes(len(slot.parts), *sizes)
+        rest = at._replace(off=at.off + needed, length=at.length - needed)
+        if rest.length < 0:  # rows in very small parts, of which it tells
+            larger = reserve(needed, header + data, needed, stay_bytes)
+            if larger is None:
+                return False
+            reserved[:] = [meta, larger, slot]
+            ssd.free(meta, reserved)
+        elif rest.length:
+            reserved[:] = [Slot((rest,)), Slot((at._replace(length=needed),)), slot]
+            ssd.free(reserved[0], reserved)
+        return True
+
+    def _give_back(self, n_bytes: int, *reserved: Slot) -> None:
         """Free what was reserved for a store that came to nothing, and refund its day's writes."""
         for slot in reserved:
-            if slot is not None:
-                self._media.ssd.free(slot)
+            self._media.ssd.free(slot)
         self._home.budget.refund(n_bytes)
 
     def _finish(

@@ -246,18 +246,23 @@ class Leaving:
         too_much = bool(ssd.no_room) and n_bytes > ssd.usage().total
         return not too_much and (capacity is None or n_bytes <= capacity)
 
-    def reserve(self, n_bytes: int, whole: int = 0, least: int | None = None) -> Slot | None:
+    def reserve(
+        self, n_bytes: int, whole: int = 0, least: int | None = None, stay_bytes: int = 0
+    ) -> Slot | None:
         """Space at home, in parts of at least `least` bytes (None: SMALL_PART); None: no room.
 
         Where there is none, spans on their way out are waited for, then spans are evicted for what
         is missing. `whole`: bytes of the store this is for; nothing is evicted for one that would
-        not fit if all else went. Where evicted spans leave only holes that are too small, more go:
-        of about n_bytes + `whole` at most. Raises MediumError.
+        not fit if all else went but `stay_bytes`, which it hangs from. Where evicted spans leave
+        only holes that are too small, more go: of about n_bytes + `whole` at most. Raises
+        MediumError.
         """
         least = SMALL_PART if least is None else least
         slot = self._ssd.reserve(n_bytes, least)
-        if slot is not None or not self.could_hold(whole) or least > self._config.segment_bytes:
+        if slot is not None or not self.could_hold(whole + stay_bytes):
             return slot
+        if not self._ssd.in_one(least) or (self._ssd.no_room and least > self._ssd.largest_bytes):
+            return None
         if self._reclaimer is not None and self._short(n_bytes, least) <= 0:
             self._reclaimer.wait_for([record.span_id for record in self.in_limbo])
             # With room in hand nothing is waited for: Ctrl-C there would lose it.
