@@ -26,10 +26,12 @@ from impress.config import Config
 from impress.read.parts import Source
 from impress.read.worth import judge, ranks_if_used
 from impress.spans.format import SpanRecord
-from impress.tree.catalog import Catalog, Held, Leave
-from impress.tree.eviction import score_of
+from impress.tree.catalog import Held, Leave
+from impress.tree.eviction import ALL, score_of
+from impress.tree.merged import MergedCatalog
 from impress.types import Geometry
-from impress.usage.history import History, Note
+from impress.usage.history import History
+from impress.usage.notes import Note
 from tiers.base import PAGE, Extent
 
 #: A window of the tree: one number of the trace.
@@ -56,7 +58,7 @@ class Replay:
     def __init__(self, eviction: str, capacity: int | None, fast: Mapping[str, int]) -> None:
         self._score = score_of(eviction, {})  # no request shows which rows matter
         self._capacity = capacity
-        self._catalog = Catalog(_WINDOW)
+        self._catalog = MergedCatalog(_WINDOW, ALL)
         self._history = History(1, _WINDOW, 1 << 40)
         self._caches = [
             ChunkCache(n * PAGE, {0: PAGE}, 1, tier, eviction) for tier, n in fast.items()

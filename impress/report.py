@@ -35,13 +35,17 @@ def write_report(
 
     Path "-" is stdout. Raises OSError, and leaves no partial file.
     """
-    report = {"figures": dict(figures), "rows": list(rows), "meta": {**conditions(), **meta}}
-    target = Path(path)
-    text = json.dumps(plain(report), indent=1, allow_nan=False) + "\n"
+    meta = {**conditions(), **meta}
+    write_json(path, {"figures": dict(figures), "rows": list(rows), "meta": meta})
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """One JSON object in a file; "-" is stdout. Raises OSError, and leaves no partial file."""
+    text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
     if str(path) == "-":
         sys.stdout.write(text)
     else:
-        write_text(target, text)
+        write_text(Path(path), text)
 
 
 def plain(value: Any) -> Any:

@@ -26,7 +26,7 @@ from impress.read.parts import Part
 from impress.read.plan import home_reads
 from impress.read.session import Lease
 from impress.spans.layout import K, V
-from impress.usage.history import Note
+from impress.usage.notes import Note
 from tiers.base import Read
 from tiers.errors import ReadFailed
 from tiers.iopool import Lane

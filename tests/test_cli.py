@@ -42,7 +42,7 @@ from impress.cli import main
 from impress.cli.main import _said, app
 from impress.cli.options import text_of
 from impress.terminal import line_of
-from impress.usage.history import Note
+from impress.usage.notes import Note
 from impress.write.directory import Shard
 from tiers.files import segment_paths
 

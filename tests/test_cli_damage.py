@@ -31,7 +31,7 @@ from impress.cli import options
 from impress.cli.explain import _prompt
 from impress.cli.run import _print
 from impress.cli.survey import open_for_reading, survey, unread
-from impress.report import write_report
+from impress.report import write_json, write_report
 from impress.upkeep.verify import verify_store
 from impress.weights import weight_files
 from impress.write.strays import strays_of
@@ -212,7 +212,7 @@ def test_an_index_of_weights_that_names_no_files_is_one_line(tmp_path):
 def test_a_link_is_written_through(tmp_path):
     """One such link is /dev/stdout, which a report would have replaced."""
     (tmp_path / "link.json").symlink_to(tmp_path / "report.json")
-    options.write_json(tmp_path / "link.json", {"a": 1})
+    write_json(tmp_path / "link.json", {"a": 1})
     assert (tmp_path / "link.json").is_symlink()
     assert json.loads((tmp_path / "report.json").read_text()) == {"a": 1}
 
@@ -246,7 +246,7 @@ def test_a_full_disk_leaves_the_report_of_before(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", full)
     for write in (
-        lambda: options.write_json(report, {"a": 1}),
+        lambda: write_json(report, {"a": 1}),
         lambda: write_report(report, {}, []),
     ):
         with pytest.raises(OSError, match="No space left"):

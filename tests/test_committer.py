@@ -534,7 +534,9 @@ def test_history_that_could_not_be_saved_is_saved_with_the_next(
         patch.setattr(Index, "save_history", full)
         store._home.save_history()
         assert store._home.committer is not None and store._home.committer.barrier(60)
-    assert store.index.history(record.span_id) is None
+        assert store.history.failing
+        assert put_prompt(store, prompt(64, 2)).wait(60)  # which needs no room for that
+    assert store.index.history(record.span_id) is None and not store.stats()["ssd_read_only"]
     store.history.check()
     store._home.save_history()
     store.flush()

@@ -20,7 +20,8 @@ from impress.policy import AllHeads, Exact, Paper, Policy, Random, Recency
 from impress.read.promote import pass_by
 from impress.tree.eviction import ByWorth
 from impress.usage import history as usage
-from impress.usage.history import SAVE_EVERY, History, Note
+from impress.usage.history import SAVE_EVERY, History
+from impress.usage.notes import Note
 from impress.usage.remembered import HALF_LIFE, NEWEST, Remembered, decode, drawn, encode, head_of
 
 Open = Callable[..., impress.PrefixStore]
@@ -507,6 +508,25 @@ def test_a_long_prefix_alone_is_not_saved_after_every_request() -> None:
         if h.due:
             assert set(h.dump()) == {7}
     assert due == [False, False, False, True] * 4
+    h.check()
+
+
+def test_what_the_index_does_not_take_is_not_saved_after_every_request() -> None:
+    """On a full disk it was compressed and refused each time, for which stores waited."""
+    size = Remembered.empty(LAYERS, WINDOWS, W).n_bytes
+    h, n_due = history(budget=8 * size), 0
+    for i in range(SAVE_EVERY):
+        h.request([replace(note([0]), span=i % 6)])
+        if h.due:
+            n_due += 1
+            h.dump()
+            h.not_saved()
+    assert n_due == 1
+    while not h.due:
+        h.request([])
+    assert len(h.dump(6 * size)) < 6  # a part may find room
+    h.saved()
+    assert not h.failing
     h.check()
 
 

@@ -36,10 +36,12 @@ from impress.repacking.drafts import Drafts
 from impress.repacking.repack import Repacker
 from impress.repacking.span_copy import Copier, Gone
 from impress.spans.format import SpanRecord
-from impress.tree.catalog import Catalog
+from impress.tree.eviction import ALL
+from impress.tree.merged import MergedCatalog
 from impress.tree.radix import RadixTree
 from impress.tree.views import Views
-from impress.usage.history import History, Note
+from impress.usage.history import History
+from impress.usage.notes import Note
 from impress.usage.remembered import Remembered
 from impress.write.home import Home
 from impress.write.reclaim import Reclaim
@@ -183,8 +185,8 @@ def test_spans_that_are_let_go_of_step_by_step_are_noted_once_each() -> None:
     """They had left the catalog without being handed to anybody: their space was taken until a
     restart. When noted first, they came a second time, and their space was freed twice."""
 
-    def make() -> tuple[Catalog, list[SpanRecord]]:
-        catalog = Catalog(1)
+    def make() -> tuple[MergedCatalog, list[SpanRecord]]:
+        catalog = MergedCatalog(1, ALL)
         for span in (1, 2, 3):
             where = b"n" * 32, b"root", b"b" * 32, bytes([span]) * 32, 0, 1, 1
             record = SpanRecord(span, *where, Extent(0, 0, PAGE), (), bytes([span] * 4))
@@ -197,10 +199,10 @@ def test_spans_that_are_let_go_of_step_by_step_are_noted_once_each() -> None:
         catalog.release(held)
         return catalog, free
 
-    def act(state: tuple[Catalog, list[SpanRecord]]) -> None:
+    def act(state: tuple[MergedCatalog, list[SpanRecord]]) -> None:
         state[0].unheld(state[1])
 
-    def check(state: tuple[Catalog, list[SpanRecord]]) -> None:
+    def check(state: tuple[MergedCatalog, list[SpanRecord]]) -> None:
         catalog, free = state
         catalog.unheld(free)
         assert sorted(record.span_id for record in free) == [1, 2, 3]

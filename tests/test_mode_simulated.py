@@ -13,7 +13,8 @@ import pytest
 
 from impress.engines.choice import Choice, Rates
 from impress.engines.costs import Span, Stored
-from impress.usage.history import History, Note
+from impress.usage.history import History
+from impress.usage.notes import Note
 
 W, CHUNKS, LAYERS = 64, 80, 32
 ROWS = W * CHUNKS

@@ -28,7 +28,7 @@ from impress.read.shadow import Seen, ShadowSession
 from impress.read.worth import judge, ranks_if_used
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
-from impress.usage.history import Note
+from impress.usage.notes import Note
 from impress.usage.remembered import HALF_LIFE
 from tiers.iopool import Lane
 from tiers.slots import aligned

@@ -17,7 +17,8 @@ from impress.engines.choice import Choice, Rates
 from impress.engines.costs import Span, Stored
 from impress.engines.regime import Expected, IfWhole, Regime
 from impress.policy import Recency
-from impress.usage.history import History, Note
+from impress.usage.history import History
+from impress.usage.notes import Note
 from impress.usage.remembered import HALF_LIFE
 
 SIZES = (3, 5, 7, 2, 4)

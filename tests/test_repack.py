@@ -53,7 +53,7 @@ from impress.spans.order import RowOrder
 from impress.spans.tables import read_header
 from impress.tree.catalog import Held
 from impress.upkeep.verify import verify_store
-from impress.usage.history import Note
+from impress.usage.notes import Note
 from impress.usage.remembered import Remembered, decode
 from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
 from impress.write.directory import read_identity, shards_of

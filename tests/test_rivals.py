@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from impress import BadInput, Geometry, ImpressError
 from impress.policy import Contiguous, Pages, Policy, SnapWindow, StaticH2O
-from impress.selection.choices_units import pooled, unit_choice
+from impress.selection.choices import pooled, unit_choice
 from impress.selection.identify import Asked, select
 from impress.selection.probes import codec_of
 from impress.selection.probes_pages import MinMax

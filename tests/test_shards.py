@@ -40,7 +40,7 @@ import impress.write.reclaim
 from impress.cli.main import app
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
-from impress.usage.history import Note
+from impress.usage.notes import Note
 from impress.usage.remembered import HALF_LIFE
 from impress.write import follow, readers
 from impress.write.directory import make_identity

@@ -14,7 +14,7 @@ from test_shards import APART, check, look, ready
 import impress
 import impress.write.reclaim
 from impress.spans.format import SpanRecord
-from impress.usage.history import Note
+from impress.usage.notes import Note
 
 Open = Callable[..., impress.PrefixStore]
 Pair = tuple[impress.PrefixStore, impress.PrefixStore]

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 import impress
 from impress.read.session import Lease
-from impress.usage.history import Note
+from impress.usage.notes import Note
 
 WINDOW = 16
 GEOMETRY = impress.Geometry(2, 2, 1, 24, "float32", v_head_dim=16)  # K padded, V dense

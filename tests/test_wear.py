@@ -39,7 +39,7 @@ from impress.tree.eviction import ByWorth, by_last_use, by_prefix, by_uses, leas
 from impress.tree.radix import RadixTree
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
-from impress.usage.history import Note
+from impress.usage.notes import Note
 from impress.usage.remembered import HALF_LIFE
 from impress.write import leaving
 from impress.write.budget import DAY_S, WriteBudget
@@ -992,6 +992,19 @@ def test_it_is_left_alone_and_then_tried() -> None:
     now[0] += RETRY_S
     answer.clear()
     assert health.refusal(1) == "" and tried == [RETRY_S, 2 * RETRY_S] and not health.reason
+
+
+def test_what_goes_on_failing_puts_off_no_trial() -> None:
+    """History that found no room was saved again every 20 s, and each time put the trial off by 30:
+    no store was taken for as long as requests came."""
+    now, tried = [0.0], []
+    health = Health(Path("store"), lambda: tried.append(now[0]), lambda: now[0])
+    for _ in range(5):
+        health.trouble("it broke")
+        now[0] += RETRY_S / 2
+        if not health.refusal(1):
+            break
+    assert tried == [RETRY_S] and not health.reason
 
 
 def test_what_has_no_room_keeps_out_what_is_as_large_and_no_more() -> None:

@@ -22,12 +22,12 @@ from impress.cli.options import (
     policy_of,
     store_dir,
     text_of,
-    write_json,
 )
 from impress.cli.survey import from_json, open_for_reading, read_token_file, tokens_in
 from impress.errors import BadInput
 from impress.namespace import namespace_of
 from impress.policy import Policy
+from impress.report import write_json
 
 #: What a prompt's keys depend on besides the model; no option here asks for these.
 _ASSUMED: Final = {"engine": "transformers", "tenant": "", "tenant_secret": False}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from impress.cli.owner import become_owner, whose
 from impress.config import MOST_BYTES, Config, default_store_dir, expanded, in_full
 from impress.errors import BadInput, FormatError, StoreFailed
 from impress.policy import Exact, Paper, Policy, Quality
-from impress.report import plain, write_text
+from impress.report import write_json
 from impress.terminal import line_of
 from impress.write.directory import read_identity
 
@@ -197,11 +196,7 @@ def _check_texts(options: Mapping[str, object]) -> None:
 
 def print_json(value: Any) -> None:
     """One object, with keys in the order given."""
-    sys.stdout.write(_text(value))
-
-
-def _text(value: Any) -> str:
-    return json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
+    write_json("-", value)
 
 
 def check_json(file: Path | None) -> None:
@@ -222,11 +217,3 @@ def check_json(file: Path | None) -> None:
     into = file.exists() and (file.is_symlink() or not file.is_file())
     if not os.access(file if into else folder, os.W_OK):
         raise BadInput(f"--json {file}: cannot be written; name another file, or - for stdout")
-
-
-def write_json(file: Path, value: Any) -> None:
-    """One object into --json's FILE; - is stdout. Raises OSError."""
-    if str(file) == "-":
-        print_json(value)
-    else:
-        write_text(file, _text(value))

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from impress.cli.options import Store, a_file, check_json, complain, store_dir, write_json
+from impress.cli.options import Store, a_file, check_json, complain, store_dir
 from impress.config import MIB, Config
 from impress.errors import ImpressError, StoreLocked
 from impress.repacking.report import NO_MEMORY, UNREADABLE, RepackReport, SpanReport
+from impress.report import write_json
 from impress.store import PrefixStore
 from impress.terminal import count, cut, err, line_of, number, out, say_cut, show, size, table_of
 from impress.write.directory import Identity, Shard, read_identity, shards_of, writing

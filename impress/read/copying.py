@@ -58,7 +58,8 @@ class _Some(ABC):
     layer: int
     plane: int
     some: Positions  # which pieces, or chunks
-    to: Positions  # their places in dest; or [some, rows] where each row has its own place
+    #: Their places in dest, or [some, rows] where each row has its own; or what finds those.
+    to: Positions | Callable[[Positions], Positions]
     cache: ChunkCache
     entries: Ids
     dest: Bytes
@@ -86,6 +87,12 @@ class _Some(ABC):
     def found(self, first: int = 0, end: int | None = None) -> Pieces:
         """What they are, from the first of these to the end."""
 
+    def places(self, first: int, end: int | None) -> Positions:
+        """Where these go."""
+        if isinstance(self.to, np.ndarray):
+            return self.to[first:end]
+        return self.to(self.some[first:end])
+
 
 class PiecesOf(_Some):
     """Pieces of the part's chunks."""
@@ -106,7 +113,7 @@ class PiecesOf(_Some):
         starts += pieces * shape.piece_bytes
         at = part.source.layout.sums_at(self.layer, self.plane, part.first)
         sums = part.source.sums[at : at + len(entries) * shape.pieces].take(pieces)
-        return Pieces(starts, self.dest, self.to[first:end], sums, shape.piece_bytes)
+        return Pieces(starts, self.dest, self.places(first, end), sums, shape.piece_bytes)
 
 
 class ChunksOf(_Some):
@@ -120,7 +127,7 @@ class ChunksOf(_Some):
 
     def found(self, first: int = 0, end: int | None = None) -> Pieces:
         part, plane, chunks = self.part, self.plane, self.some[first:end]
-        entries, to = self.entries[chunks], self.to[first:end]
+        entries, to = self.entries[chunks], self.places(first, end)
         known = part.source.sums_of(self.layer, plane, chunks + part.first)
         sums = self.cache.sums.of(plane, entries, known)
         return Pieces(self.cache.plane_at(plane, entries), self.dest, to, sums, self.one_bytes)

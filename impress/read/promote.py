@@ -28,7 +28,7 @@ from impress.read.reading import MOST_PROMOTIONS, Reading
 from impress.read.tickets import when_all
 from impress.read.worth import judge
 from impress.spans.layout import K, V
-from impress.usage.history import Note, Worth
+from impress.usage.notes import Note, Worth
 from tiers.base import Bytes
 from tiers.errors import MediumError
 from tiers.iopool import Lane

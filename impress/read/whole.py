@@ -11,17 +11,15 @@ copy, the thread asking for all layers took 10 ms of a request for 1.5 ms of wor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from impress.cache.chunks import ChunkCache, Ids
 from impress.cache.levels import levels_of
-from impress.read.copying import ChunksOf, Copies, Find
+from impress.read.copying import ChunksOf, Copies
 from impress.read.parts import Part, Positions
-from impress.spans.layout import PlaneLayout
-from tiers.base import Bytes, Pieces
+from tiers.base import Bytes
 
 
 class Whole:
@@ -73,10 +71,15 @@ class Whole:
         for i, part in enumerate(self.left):
             for level, cache in enumerate(caches):
                 chunks = self._copied[i][level]
-                for number, plane in enumerate(planes if len(chunks) else ()):
-                    some = _Some(self, i, layer, plane, number, chunks, cache, entries[level][i])
+                to, mine = partial(self._places_of, i), entries[level][i]
+                for plane, dest in zip(planes, self.given, strict=True) if len(chunks) else ():
+                    some = ChunksOf(part, layer, plane, chunks, to, cache, mine, dest)
                     found[cache.tier.name].append((part, some))
         return found
+
+    def _places_of(self, i: int, chunks: Positions) -> Positions:
+        """[chunks, rows]: where each row of these chunks of a part goes."""
+        return self.places(i).reshape(-1, self._window).take(chunks, axis=0)
 
     def rows(self, i: int) -> Bytes:
         """Plane number i, once all is read."""
@@ -97,40 +100,3 @@ class Whole:
         size = len(self.given[i]) // self.n_places
         places = self._at_home[first // size : end // size]
         self.given[i].reshape(-1, size)[places] = dest[first:end].reshape(-1, size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Some:
-    """Chunks that a cache has of a part's plane, the one of `number` among those read."""
-
-    whole: Whole
-    part: int
-    layer: int
-    plane: int
-    number: int
-    chunks: Ids
-    cache: ChunkCache
-    entries: Ids
-
-    @property
-    def _shape(self) -> PlaneLayout:
-        return self.whole.left[self.part].source.layout.planes[self.plane]
-
-    @property
-    def n_bytes(self) -> int:
-        return len(self.chunks) * self._shape.chunk_bytes
-
-    def cut(self, most_bytes: int) -> Sequence[Find]:
-        """In slices of about most_bytes, of whole chunks."""
-        n = max(1, most_bytes // self._shape.chunk_bytes)
-        return [partial(self.found, at, at + n) for at in range(0, len(self.chunks), n)]
-
-    def found(self, first: int = 0, end: int | None = None) -> Pieces:
-        """The chunks, and where each of their rows goes."""
-        shape, whole, chunks = self._shape, self.whole, self.chunks[first:end]
-        of_chunk = shape.piece_rows * shape.pieces
-        to = whole.places(self.part).reshape(-1, of_chunk).take(chunks, axis=0)
-        return ChunksOf(
-            whole.left[self.part], self.layer, self.plane, chunks, to, self.cache,
-            self.entries, whole.given[self.number],
-        ).found()  # fmt: skip

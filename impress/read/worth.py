@@ -14,7 +14,7 @@ import numpy as np
 from impress.cache.chunks import Ids, Ranks
 from impress.read.parts import Source
 from impress.read.reading import Reading
-from impress.usage.history import Worth
+from impress.usage.notes import Worth
 from impress.usage.prefix_lru import prefix_lru
 from impress.usage.remembered import HALF_LIFE
 

@@ -31,14 +31,15 @@ from impress.policy import (
 from impress.selection.choices import (
     Selection,
     paper_choice,
+    pooled,
     quality_choice,
     random_choice,
     recent_choice,
     static_choice,
     top_choice,
+    unit_choice,
     whole,
 )
-from impress.selection.choices_units import pooled, unit_choice
 from impress.selection.probes import PROBE_HEADS, ProbeCodec, codec_of
 from impress.selection.quant import Floats
 from impress.selection.scores import Scorer, column_sums, key_scores

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from impress.spans.format import SpanRecord, decode_index, encode_index, place_of, split_index
-from impress.tree.eviction import ALL, Dead, Score, least
+from impress.tree.eviction import Dead, Score, least
 from impress.tree.places import Places, Short, split_all
 from impress.tree.radix import Match, RadixTree, View
 from impress.tree.trace import Branch, Trace, path_of, traces, walk
@@ -33,7 +33,7 @@ class Held:
 class Catalog:
     """Thread-safe. A span lives while a node views it or a holder pins it."""
 
-    def __init__(self, window: int, own: range = ALL) -> None:
+    def __init__(self, window: int, own: range) -> None:
         """`own`: ids of the spans that may be evicted."""
         self.lock = threading.Lock()
         self.own = own
@@ -133,20 +133,6 @@ class Catalog:
                         n_bytes -= self._record(span).owned_bytes
                     if n_bytes <= 0:
                         break
-        return retired
-
-    def quarantine(self, span: int) -> list[int]:
-        """Take everything at and below a bad span out of the tree; returns spans this retired."""
-        retired = []
-        with self.lock:
-            children = self._tree.walker()
-            for node in self._tree.of_span(span):
-                if self._tree.view(node).span != span:
-                    continue  # went with an earlier subtree
-                for below in self._tree.subtree(node, children):
-                    gone = self._tree.view(below).span
-                    if self._remove(below):
-                        retired.append(gone)
         return retired
 
     def deleted(self, spans: Iterable[int], free: list[SpanRecord]) -> None:
@@ -281,10 +267,11 @@ class Catalog:
     # ---- looking --------------------------------------------------------------------------
 
     def heat(self, since: int = -1) -> dict[int, tuple[int, int]]:
-        """Span -> (leases, lease counter at the last) of its most leased node; leased ones only."""
+        """Own span -> (leases, lease counter at the last) of its most leased node; leased ones
+        only."""
         with self.lock:
             rows = self._tree.leased(since)
-        return {span: (hits, used) for span, hits, used in rows}
+        return {span: (hits, used) for span, hits, used in rows if span in self.own}
 
     def hottest(self, n: int) -> list[Prefix]:
         """The n most leased leaves, as paths."""
@@ -307,8 +294,8 @@ class Catalog:
         return self._decoded(lambda: self._views)
 
     def all_records(self) -> list[SpanRecord]:
-        """Every span that still owns space: in the tree, or retired and not yet reclaimed."""
-        return self._decoded(lambda: self._kept)
+        """Own spans that still own space: in the tree, or retired and not yet reclaimed."""
+        return self._decoded(lambda: (span for span in self._kept if span in self.own))
 
     def retired_records(self, spans: Iterable[int]) -> list[SpanRecord]:
         """Those of these spans that are not reclaimed yet."""

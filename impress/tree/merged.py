@@ -268,8 +268,8 @@ class MergedCatalog(Catalog):
         self.waiting.put(span, before, place_of(self._kept[span])[2])
 
     def quarantine(self, span: int) -> list[int]:
-        """As `Catalog.quarantine`; others' spans that hang from it wait for one that fills its
-        place, but the bad one does not."""
+        """Take everything at and below a bad span out of the tree; returns spans this retired.
+        Others' that hang from it wait for one that fills its place, but the bad one does not."""
         retired = []
         with self.lock:
             children = self._tree.walker()
@@ -371,14 +371,6 @@ class MergedCatalog(Catalog):
     def own_records(self) -> list[SpanRecord]:
         """Records of one's own spans in the tree."""
         return self._decoded(lambda: (span for span in self._views if span in self.own))
-
-    def all_records(self) -> list[SpanRecord]:
-        """Records of one's own spans that still own space."""
-        return self._decoded(lambda: (span for span in self._kept if span in self.own))
-
-    def heat(self, since: int = -1) -> dict[int, tuple[int, int]]:
-        """As `Catalog.heat`, for one's own spans."""
-        return {span: heat for span, heat in super().heat(since).items() if span in self.own}
 
     def own_dead(self) -> list[Dead]:
         """As `dead`, for one's own spans."""

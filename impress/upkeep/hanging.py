@@ -11,7 +11,8 @@ from impress.blockhash import chain
 from impress.errors import FormatError
 from impress.spans.format import SpanRecord, decode_index, split_index
 from impress.spans.records import wrong_record
-from impress.tree.catalog import Catalog
+from impress.tree.eviction import ALL
+from impress.tree.merged import MergedCatalog
 from impress.write.directory import Identity, Shard, shards_of
 from impress.write.env import NothingYet
 from impress.write.index import Index
@@ -40,7 +41,7 @@ def hanging_of(
     shard is read again before a span is said to hang. Raises AssertionError where the tree that
     they make is not sound.
     """
-    catalog = Catalog(identity.window)
+    catalog = MergedCatalog(identity.window, ALL)
     loose, damaged = catalog.load(values.items(), {})
     catalog.check()
     found = catalog.retired_records(span for span in loose if span in mine)

@@ -14,18 +14,15 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from impress.errors import FormatError, StoreFailed
+from impress.usage.notes import Floats, Ids, Note, Worth
 from impress.usage.remembered import Remembered, decode, encode, faded, head_of, ranks_of
-
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 #: Requests between two saves in the background.
 SAVE_EVERY: Final = 256
@@ -34,41 +31,6 @@ MOST_DUMPED: Final = 32 << 20  # bytes that one `dump` compresses, for which sto
 #: where a row has 4 KiB.
 SHARE: Final = 64
 LEAST_BYTES: Final = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """One request looked at rows [first, first + count) of one layer of a span, in whole windows.
-
-    `chosen`: those it chose, numbered within the span, int64 ascending; None: all of them,
-    without an identifier's decision (exact, fallback). `ordinals`: where the rows used (chosen,
-    or all looked at) lie in the order of the span's chunks; None: in position order.
-    """
-
-    span: int
-    n_rows: int  # of the span
-    layer: int
-    first: int
-    count: int
-    chosen: Ids | None
-    ordinals: Ids | None = None
-    whole: bool = False  # every row looked at was needed, and used
-    every_layer: bool = False  # it had been decided to read every layer so, and will be again
-
-
-class Worth(NamedTuple):
-    """What the chunks of a span's layer are worth, [n_chunks] each.
-
-    A chunk's score is uses × share of rows needed. Uses are by recent requests, fading with each
-    new one. For requests that choose, the share is the mean of the chunk's rows' averages (the
-    paper's share of important rows), 1 while nothing was decided about them; others need every row.
-    """
-
-    ranks: npt.NDArray[np.float64]
-    """log2 of the scores, as they compare with others at any later time: all fade alike, so a rank
-    never needs an update for that. -inf: never used."""
-    shares: Floats | None
-    """Among rows that something was decided about; nan: a chunk has none, None: none has any."""
 
 
 class History:
@@ -102,6 +64,7 @@ class History:
         self._unsaved_bytes = 0  # of `_changed`
         self._saved_tick = tick
         self.more = False  # whether the last dump left some
+        self.failing = False  # whether it was not saved
 
     # ---- learning --------------------------------------------------------------------------
 
@@ -269,9 +232,10 @@ class History:
     @property
     def due(self) -> bool:
         """Whether enough requests, or bytes of the budget, were noted since the last `dump`. Where
-        one span alone has so many, it waits for a few: each time all of it is saved again."""
+        one span alone has so many, it waits for a few: each time all of it is saved again. While
+        the index takes none of it, what is unsaved only grows."""
         n = self.tick - self._saved_tick
-        full = 2 * self._unsaved_bytes > self._budget_bytes
+        full = 2 * self._unsaved_bytes > self._budget_bytes and not self.failing
         return n >= SAVE_EVERY or (full and (n >= SAVE_EVERY // 64 or len(self._changed) > 1))
 
     @property
@@ -281,7 +245,9 @@ class History:
 
     def dump(self, most_bytes: int = MOST_DUMPED) -> dict[int, bytes]:
         """Span -> value, of those that changed since the last dump; what goes beyond `most_bytes`
-        is for the next (`more`). Compresses outside the lock."""
+        (a part of that where the last was not saved: it may find room) is for the next (`more`).
+        Compresses outside the lock."""
+        most_bytes //= 16 if self.failing else 1
         with self._lock:
             copies, n_bytes = dict[int, Remembered](), 0
             for span in self._changed:
@@ -297,12 +263,13 @@ class History:
     def saved(self) -> None:
         """The last dump is in the index, from which it can be fetched."""
         with self._lock:
-            self._dumped = set()
+            self._dumped, self.failing = set(), False
 
     def not_saved(self) -> None:
         """The last dump did not reach the index: the next one gives it again."""
         with self._lock:
             again, self._dumped = (self._dumped & self._spans.keys()) - self._changed, set()
+            self.failing = True
             self._changed |= again
             self._unsaved_bytes += sum(self._spans[span].n_bytes for span in again)
 

@@ -258,8 +258,9 @@ class Committer:
             is_saved = True
             if self._history.more:  # not what was noted meanwhile: that would never end
                 self.save_history()
-        except StoreFailed as err:
-            self._duties.trouble(str(err))
+        except StoreFailed as err:  # stores need no room in the index for this: they may go on
+            if not self._history.failing:
+                log.warning("what requests have shown is not saved: %s", err)
         except Exception as err:
             raise failed(err, "what requests have shown is not saved: ") from err
         finally:

@@ -49,7 +49,8 @@ class Health:
             if self.reason:
                 n_bytes = min(n_bytes, self._wanted)
             self.reason, self._wanted = reason, n_bytes
-            self._retry_at_s = self._clock() + RETRY_S
+            if begins:  # else what fails again and again would put off the trial for ever
+                self._retry_at_s = self._clock() + RETRY_S
         if begins:
             log.warning(
                 "%s: read-only from here on: %s; tried again in %g s", self._path, reason, RETRY_S

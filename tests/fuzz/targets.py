@@ -39,7 +39,8 @@ from impress.spans.format import (
 )
 from impress.spans.layout import SpanLayout
 from impress.spans.records import wrong_record
-from impress.tree.catalog import Catalog
+from impress.tree.eviction import ALL
+from impress.tree.merged import MergedCatalog
 from impress.upkeep.rebuild import rebuild_store
 from impress.usage import remembered
 from impress.write.directory import Shard, read_identity
@@ -209,7 +210,7 @@ def index_values(drawn: list[tuple[int, bytes, bool]]) -> None:
         place_of(kept), extents_of(kept)
         record = decode_index(span, kept, labels)
         assert decode_index(span, *split_index(encode_index(record))) == record
-    catalog = Catalog(CONFIG.window)
+    catalog = MergedCatalog(CONFIG.window, ALL)
     if taken(FormatError, catalog.load, iter(values), {}) is None:
         return
     catalog.check()
