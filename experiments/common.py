@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from impress.errors import ImpressError
 from impress.report import write_report
+from impress.terminal import Out
 
 Row = dict[str, Any]
 
@@ -186,6 +186,5 @@ def _cell(value: Any) -> str:
 
 
 #: It prints text as it is: nothing in a path or a trace's line is taken as markup.
-console = Console(
-    width=None if sys.stdout.isatty() else 120, highlight=False, markup=False, emoji=False
-)
+_WIDTH: Final = None if sys.stdout is not None and sys.stdout.isatty() else 120
+console = Out(width=_WIDTH, highlight=False, markup=False, emoji=False)

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -63,7 +64,7 @@ def write_text(target: Path, text: str) -> None:
     if target.is_symlink() or (target.exists() and not target.is_file()):
         target.write_text(text)
         return
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft = target.with_name(f".impress-{os.getpid()}-{threading.get_ident()}")
     try:
         draft.write_text(text)
         draft.replace(target)

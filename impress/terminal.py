@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import sys
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import lmdb
 from rich.console import Console
+from rich.markup import escape
 from rich.segment import Segments
 from rich.table import Table
 from rich.tree import Tree
@@ -21,15 +22,25 @@ if os.environ.get("COLUMNS") == "0":  # not known: rich would print nothing, not
     del os.environ["COLUMNS"]
 
 
-class _Out(Console):
+class Out(Console):
+    """A console for stdout."""
+
     def on_broken_pipe(self) -> None:
         """The reader has seen enough: the exit status says so, which rich would make 1."""
         raise BrokenPipeError
 
+    def print(self, *objects: Any, **how: Any) -> None:
+        """An error says that it is stdout's: else it would pass for another file's."""
+        try:
+            super().print(*objects, **how)
+        except OSError as error:
+            error.filename = error.filename or "stdout"
+            raise
+
 
 _WIDTH: Final = None if sys.stdout is not None and sys.stdout.isatty() else 110  # a pipe has none
 #: Tables and answers. No emoji: a name with ":key:" in it is asked for as it is spelt.
-out: Final = _Out(highlight=False, emoji=False, width=_WIDTH)
+out: Final = Out(highlight=False, emoji=False, width=_WIDTH)
 #: Progress bars and errors, so that stdout stays what was asked for.
 err: Final = Console(stderr=True, highlight=False, emoji=False)
 
@@ -62,6 +73,13 @@ def table_of(title: str, *columns: str) -> Table:
     for name in columns:
         made.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left")
     return made
+
+
+def literal(text: str) -> str:
+    """For markup, a text that is shown as it is: nothing in it is taken as markup, and what cannot
+    be printed is shown as an escape, so that nobody's name writes to a terminal. Pure."""
+    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    return escape(f"{shown} ")[:-1]  # a final backslash would be doubled
 
 
 def line_of(error: Exception) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -33,6 +34,7 @@ from console import (
     run_json,
     two_prompts,
 )
+from rich.console import Console
 from typer.testing import CliRunner
 
 import impress
@@ -41,7 +43,7 @@ import impress.stats
 from impress.cli import main
 from impress.cli.main import _said, app
 from impress.cli.options import text_of
-from impress.terminal import line_of
+from impress.terminal import line_of, literal
 from impress.usage.notes import Note
 from impress.write.directory import Shard
 from tiers.files import segment_paths
@@ -242,13 +244,41 @@ def test_inspect_says_how_much_of_a_prompt_is_stored_from_any_kind_of_file(path,
     assert "span 2: windows 2 to 2" in run("inspect", "--store", path, "--prefix", files[0]).stdout
 
 
-@pytest.mark.parametrize("text", ["a b c", "[1, 2", "[-1]", "", "[1.5]", '["x"]'])
+@pytest.mark.parametrize("text", ["a b c", "[1, 2", "[-1]", "", "[1.5]", '["x"]', "[true, 1]"])
 def test_inspect_refuses_what_is_not_token_ids_in_one_line(path, tmp_path, text):
     (tmp_path / "ids").write_text(text)
     done = run("inspect", "--store", path, "--prefix", tmp_path / "ids")
     assert_refused(done, "ids")
     is_text = "not token ids" in done.stderr
     assert ("for a text: impress explain --model DIR" in done.stderr) is is_text
+
+
+@pytest.mark.parametrize("ids", [[1 << 64, 5], [1 << 63, -1], [1 << 31]])
+def test_ids_too_large_for_numpy_are_named_as_such(path, tmp_path, ids):
+    """ "want integers, got object", it said, of integers."""
+    for text in (json.dumps(ids), " ".join(map(str, ids))):
+        (tmp_path / "ids").write_text(text)
+        done = run("inspect", "--store", path, "--prefix", tmp_path / "ids")
+        assert "an id is outside 0..2147483647" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "shown"), [
+    ("x\\", "x\\"), ("a[b]c", "a[b]c"), ("[red]", "[red]"), ("two\nlines", r"two\nlines"),
+    ("\x1b[31mred", r"\x1b[31mred"), ("Zoë", "Zoë"),
+])  # fmt: skip
+def test_names_are_shown_as_they_are(name, shown):
+    """A final backslash was doubled, so that purge did not find the name; an escape sequence came
+    to the terminal of whoever looked at another's store."""
+    console = Console(file=io.StringIO(), width=100)
+    console.print(literal(name))
+    assert console.file.getvalue() == f"{shown}\n"
+
+
+@pytest.mark.parametrize("name", ["loop", "n" * 300])
+def test_a_json_file_that_cannot_be_is_refused_before_the_work(path, tmp_path, name):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    done = run("repack", "--store", path, "--json", tmp_path / name)
+    assert_refused(done, name)
 
 
 def array_file(shape):

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
@@ -111,6 +112,28 @@ def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked_about_it(
     assert done.stdout == "" and "of which impress runs none" in done.stderr
 
 
+@pytest.mark.parametrize("kind", ["bin", "more tensors"])
+def test_a_model_that_is_named_by_its_memory_is_not_said_to_be_stored_nowhere(tmp_path, kind):
+    """It said "miss: nothing is stored under it", a minute after the engine had stored it."""
+    folder = saved_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    if kind == "bin":
+        torch.save(weights, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    else:  # one that Transformers ignores
+        save_file(
+            {**weights, "more": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"}
+        )
+    (tmp_path / "text").write_text(TEXT)
+    serve_once(folder, tmp_path / "store", CONFIG)
+    asked = ["explain", "--model", str(folder), "--prefix", str(tmp_path / "text")]
+    done = CliRunner().invoke(app, [*asked, "--store", str(tmp_path / "store")])
+    assert "--query TEXT loads it, and tells" in " ".join(done.output.split())
+    assert done.exit_code == (2 if kind == "bin" else 0)
+    done = CliRunner().invoke(app, [*asked, "--store", str(tmp_path / "store"), "--query", "w1"])
+    assert "hit: 3 of 3 windows" in done.output
+
+
 @pytest.mark.parametrize("how", ["vllm", "tenant", "secret"])
 def test_a_miss_says_what_was_assumed_where_the_model_stored_it_under_other_keys(
     here, capsys, how, tmp_path
@@ -128,6 +151,7 @@ def test_a_miss_says_what_was_assumed_where_the_model_stored_it_under_other_keys
         store.store(ids, rows, rows, tenant="someone" if how == "tenant" else "").wait(60)
     found = told(here, store=tmp_path / "store")
     assert found["assumed"] == {
+        "weights": "as in its files",
         "engine": "transformers", "tenant": "", "tenant_secret": False, "dtype": "float32",
     }  # fmt: skip
     assert [(row["yours"], row["windows"]) for row in found["found"]] == [(True, 0), (False, 3)]

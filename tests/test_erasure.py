@@ -551,6 +551,28 @@ def test_a_store_under_way_is_purged_and_one_begun_after_it_is_new(
     assert tokens[:64].tobytes() not in everything_in(store.path)
 
 
+@pytest.mark.parametrize("hers", [14, 5])
+def test_no_token_of_a_purged_prompt_is_left_behind_what_others_have_in_the_index(
+    open_store: Open, hers: int
+) -> None:
+    """A value of 2 to 4 KiB has a page of its own, and behind it is what the page had before: LMDB
+    uses memory again as it is, and its compacting copy took such pages whole."""
+    store = open_store(impress.Geometry(1, 1, 1, 64, "float16"), follow_every_s=0, dram_bytes=0)
+    mine = [prompt(64 * hers, seed) for seed in range(20)]
+    for seed, tokens in enumerate(mine):
+        assert put_prompt(store, tokens, tenant="hers").wait(60)
+        assert put_prompt(store, prompt(64 * (8 + seed % 3), 100 + seed), tenant="his").wait(60)
+    store.close()
+    done = CliRunner().invoke(app, ["purge", "--store", str(store.path), "--tenant", "hers"])
+    assert done.exit_code == 0, done.output
+    there = (store.path / "shards/main/index/data.mdb").read_bytes()
+    for tokens in mine:
+        assert not [i for i in range(len(tokens) - 4) if tokens[i : i + 4].tobytes() in there]
+    store = open_store(impress.Geometry(1, 1, 1, 64, "float16"))
+    assert_serves(store, prompt(64 * 8, 100), 64 * 8, tenant="his")
+    store.check()
+
+
 def test_a_store_begun_while_a_purge_takes_out_what_it_hangs_from_is_purged(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

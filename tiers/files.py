@@ -171,8 +171,10 @@ def spare_of(folder: Path) -> int:
 def check_room(folder: Path, n_bytes: int, more: int = 0) -> None:
     """Raises OSError where n_bytes would not leave what is spare, and `more`."""
     stat, spare = os.statvfs(folder), spare_of(folder)
-    if spare and stat.f_bavail * stat.f_frsize < n_bytes + spare + more:
-        said = f"{os.strerror(errno.ENOSPC)} (but {spare + more} bytes, which the index may need)"
+    free = stat.f_bavail * stat.f_frsize
+    if spare and free < n_bytes + spare + more:
+        said = f"{os.strerror(errno.ENOSPC)}: {n_bytes:,} bytes are wanted, {free:,} are free, and "
+        said += f"{spare + more:,} of these are left to what grows there, such as an index"
         raise OSError(errno.ENOSPC, said)
 
 

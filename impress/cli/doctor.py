@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from impress.cli.options import Json, Store, print_json, store_dir
 from impress.config import in_full
-from impress.terminal import err, number, out, size
+from impress.terminal import err, literal, number, out, size
 from impress.upkeep.doctor import Finding, examine, machine
 from tiers.engines import ENGINES
 
@@ -26,7 +25,7 @@ def doctor(
         bool,
         typer.Option(
             "--measure/--no-measure",
-            help="Read 256 MiB with each engine, for at most five seconds each.",
+            help="Read 256 MiB twice with each engine, for at most five seconds each.",
         ),
     ] = True,
     as_json: Json = False,
@@ -97,7 +96,7 @@ def _print(
         rates = (finding.random_gbps, finding.sequential_gbps, finding.cpu_s_per_gb)
         cells = [number(rate, ".2f") for rate in rates]
         table.add_row(
-            finding.name, *(cells if measured else []), escape(_note(finding, facts, measured))
+            finding.name, *(cells if measured else []), literal(_note(finding, facts, measured))
         )
     out.print(table)
 

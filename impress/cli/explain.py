@@ -28,9 +28,12 @@ from impress.errors import BadInput
 from impress.namespace import namespace_of
 from impress.policy import Policy
 from impress.report import write_json
+from impress.weights import weight_files
 
 #: What a prompt's keys depend on besides the model; no option here asks for these.
-_ASSUMED: Final = {"engine": "transformers", "tenant": "", "tenant_secret": False}
+_ASSUMED: Final = {
+    "engine": "transformers", "tenant": "", "tenant_secret": False, "weights": "as in its files",
+}  # fmt: skip
 
 
 def explain(
@@ -133,6 +136,7 @@ def _explained(
             geometry = geometry_in(model, identity.geometry)
             assumed = {**_ASSUMED, "dtype": geometry.dtype}
             if query is None:
+                _check_files(model)
                 tokens = _in_tokens_of(model, file, prompt)
                 namespace = namespace_of(model, dtype=geometry.dtype)
                 if geometry != identity.geometry:
@@ -153,6 +157,15 @@ def _explained(
     if request is not None:
         found["request"] = request
     return found
+
+
+def _check_files(model: Path) -> None:
+    """Raises BadInput where no file tells what the engine calls this model."""
+    if any(file.suffix != ".safetensors" for file in weight_files(model)):
+        raise BadInput(
+            f"--model {model}: its weights are not in safetensors files, so that it is named by "
+            "what it has in memory: --query TEXT loads it, and tells"
+        )
 
 
 def _in_tokens_of(model: Path, file: Path, prompt: str | Tokens) -> Tokens:

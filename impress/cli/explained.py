@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
-from impress.terminal import count, number, out, share, show, size, table_of
+from impress.terminal import count, literal, number, out, share, show, size, table_of
 
 #: Namespaces besides the first that get a line each; --json has all.
 MOST_OTHERS = 5
@@ -24,7 +23,7 @@ def print_match(found: dict[str, Any]) -> None:
         f"{found['window']}{tail}; its file was read as {found['read_as']}"
     )
     if found["mismatch"]:
-        say(f"[bold]never a hit[/bold]: {escape(found['mismatch'])}; use another directory")
+        say(f"[bold]never a hit[/bold]: {literal(found['mismatch'])}; use another directory")
     say_damaged(found)
     say_unread(found)
     if found["being_written"]:
@@ -45,7 +44,7 @@ def say_unread(found: dict[str, Any]) -> None:
     if found["failed_shards"]:
         names = ", ".join(found["failed_shards"])
         say(
-            f"[bold]only a part is looked at[/bold]: shard {escape(names)} cannot be read, or not "
+            f"[bold]only a part is looked at[/bold]: shard {literal(names)} cannot be read, or not "
             "all of it (impress verify says why), and what cannot counts as not stored here"
         )
 
@@ -70,14 +69,15 @@ def _print_root(row: dict[str, Any], found: dict[str, Any]) -> None:
     say(
         f"\n[bold]{verdict}[/bold]: {row['windows']:,} of {found['windows']:,} windows, "
         f"{row['tokens']:,} tokens ({share(row['tokens'], found['tokens'])}), "
-        f"under {escape(row['name'])}{whose}"
+        f"under {literal(row['name'])}{whose}"
     )
     _print_stop(row["stop"], found["window"])
     if row["yours"] and not row["windows"] and len(found["found"]) > 1:
         say(
             "looked for as the Transformers engine stores it, for no tenant and without a tenant "
             "secret: what vLLM or cross_engine, a tenant or a server with a secret stored of this "
-            "model has other keys"
+            "model has other keys; and so has what is stored of it where Transformers loads other "
+            "tensors than its files have (--query TEXT loads it, and tells)"
         )
     _print_guard(row["guard"])
     if not row["held"]:
@@ -103,7 +103,7 @@ def _print_stop(stop: dict[str, Any], window: int) -> None:
         say(stop["why"])
         return
     at = stop["window"] * window
-    say(f"window {stop['window']} (tokens {at}–{at + window - 1}): {escape(stop['why'])}")
+    say(f"window {stop['window']} (tokens {at}–{at + window - 1}): {literal(stop['why'])}")
     near = stop.get("nearest")
     if near is not None:
         ways = f", of {near['ways']} that go on from there" if near["ways"] > 1 else ""
@@ -126,7 +126,7 @@ def _print_guard(ledgers: list[dict[str, Any]]) -> None:
             else ""
         )
         say(
-            f"guard: {escape(ledger['policy'])} is {escape(ledger['said'])}; of "
+            f"guard: {literal(ledger['policy'])} is {literal(ledger['said'])}; of "
             f"{ledger['shadows']:,} shadows {ledger['exceeded']:,} missed more than "
             f"{ledger['most_mass']:.2g}, the worst {ledger['worst_missing_mass']:.2g}; sent back "
             f"{ledger['sent_back']:,} times{again}"
@@ -148,7 +148,7 @@ def _nodes(held: list[dict[str, Any]]) -> Table:
         made.add_row(
             f"{first}–{last}", str(row["span"]), f"{row['leases']:,}", since,
             number(row["score"], ".2f"), number(row["important_share"], ".0%"), size(row["bytes"]),
-            escape(probes) or "none",
+            literal(probes) or "none",
         )  # fmt: skip
     return made
 
@@ -164,8 +164,8 @@ def _print_others(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
             else "another namespace"
         )
         say(
-            f"{what}, {escape(row['name'])} {row['root'][:12]}: {count(row['windows'], 'window')}, "
-            f"{row['tokens']:,} tokens"
+            f"{what}, {literal(row['name'])} {row['root'][:12]}: "
+            f"{count(row['windows'], 'window')}, {row['tokens']:,} tokens"
         )
     if len(some) > MOST_OTHERS:
         say(f"… and {len(some) - MOST_OTHERS:,} more: --json lists all")
@@ -181,7 +181,7 @@ def _print_others(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
 def print_request(found: dict[str, Any]) -> None:
     """One row per layer, totals, and why the request went as it did."""
     request, held = found["request"], found["found"][0]["held"]
-    say(f"\n[bold]the request[/bold] under {request['policy']}: {escape(request['why'])}")
+    say(f"\n[bold]the request[/bold] under {request['policy']}: {literal(request['why'])}")
     if request["lost"]:
         say(f"the prefix was lost while it was read: {request['lost']}; computed instead")
     lines = request["per_layer"]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
@@ -22,7 +21,7 @@ from impress.cli.survey import (
     tree_of,
 )
 from impress.errors import BadInput
-from impress.terminal import count, cut, number, out, say_cut, share, show, size, table_of
+from impress.terminal import count, cut, literal, number, out, say_cut, share, show, size, table_of
 
 
 def inspect(
@@ -180,7 +179,7 @@ def _namespaces(rows: list[dict[str, Any]]) -> Table:
     table = table_of("\nNamespaces", "root", "name", ">spans", ">tokens", ">on SSD")
     for row in rows:
         table.add_row(
-            row["root"][:12], escape(row["name"]), f"{row['spans']:,}", f"{row['tokens']:,}",
+            row["root"][:12], literal(row["name"]), f"{row['spans']:,}", f"{row['tokens']:,}",
             size(row["bytes"]),
         )  # fmt: skip
     return table
@@ -218,7 +217,7 @@ def _titles(rows: list[dict[str, Any]]) -> dict[str, str]:
     """What each root is called; those that share a name (tenants, say) with their digits."""
     n_called = Counter(row["name"] for row in rows)
     return {
-        row["root"]: escape(row["name"])
+        row["root"]: literal(row["name"])
         + (f" {row['root'][:12]}" if n_called[row["name"]] > 1 else "")
         for row in rows
     }

@@ -87,8 +87,11 @@ def _with_progress(where: Path, dry_run: bool, found: Rebuilt) -> None:
 
 def _print(where: Path, found: Rebuilt, dry_run: bool) -> None:
     done = "would hold" if dry_run else "holds"
+    whose = "the index"
+    if found.busy_shards or found.failed_shards:
+        whose = "of the shards that could be looked at, the index"
     out.print(
-        f"{where}: the index {done} {count(found.spans, 'span')}, "
+        f"{where}: {whose} {done} {count(found.spans, 'span')}, "
         f"{count(found.windows, 'window')}, {size(found.n_bytes)}",
         markup=False, soft_wrap=True,
     )  # fmt: skip

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import typer
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -17,7 +16,7 @@ from rich.progress import (
 )
 
 from impress.cli.options import Json, Store, print_json, store_dir
-from impress.terminal import count, cut, err, out, say_cut, show, size, table_of
+from impress.terminal import count, cut, err, literal, out, say_cut, show, size, table_of
 from impress.upkeep.verify import Verdict, verify_store
 
 
@@ -77,7 +76,7 @@ def _print(verdict: Verdict, where: Path) -> None:
     table = table_of("", ">span", ">segment", "what is wrong")
     for problem in cut(verdict.problems):
         numbers = ("–" if n is None else str(n) for n in (problem.span, problem.segment))
-        table.add_row(*numbers, escape(problem.what))
+        table.add_row(*numbers, literal(problem.what))
     show(table)
     say_cut(len(verdict.problems), "problems")
     problems = count(len(verdict.problems), "problem")

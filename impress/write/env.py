@@ -38,6 +38,9 @@ MAP_BYTES: Final = 64 << 30
 #: Size of LMDB's table of readers: room for 126 of them, LMDB's default.
 LOCK_BYTES: Final = 8 << 10
 
+#: Bytes of values that one transaction of a copy takes.
+_COPIED_BYTES: Final = 16 << 20
+
 #: LMDB's errors for a file that is not sound, as opposed to one it may not open or that is full.
 _DAMAGE: Final = (
     lmdb.BadDbiError, lmdb.BadTxnError, lmdb.CorruptedError, lmdb.InvalidError, lmdb.NotFoundError,
@@ -275,7 +278,8 @@ def compact(folder: Path) -> None:
         make_folder(draft)
         shared, key = open_env(folder, create=False)
         try:
-            shared.env.copy(os.fsencode(draft), compact=True)
+            open_dbs(shared, create=False)
+            _copy(shared, draft)
         finally:
             close_env(key)
         (draft / "data.mdb").chmod(0o600)
@@ -292,6 +296,29 @@ def compact(folder: Path) -> None:
         raise _failed(folder, err) from err
     finally:  # what came to nothing takes no room, least of all on a disk that is full
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _copy(shared: Env, draft: Path) -> None:
+    """Every value into a new environment. LMDB's own compacting copy takes pages of large values as
+    they are, and behind a value there may be what the page had before: the end of a deleted one."""
+    with (
+        lmdb.open(
+            os.fsencode(draft), map_size=MAP_BYTES, max_dbs=8, mode=0o600, lock=False, sync=False
+        ) as env,
+        shared.env.begin() as old,
+    ):
+        for name, db in shared.dbs.items():
+            made = env.open_db(name.encode())
+            with old.cursor(db) as cursor:
+                found = cursor.first()
+                while found:
+                    n_bytes = 0
+                    with env.begin(db=made, write=True) as new:
+                        while found and n_bytes < _COPIED_BYTES:  # what one transaction holds
+                            n_bytes += len(cursor.value())
+                            new.put(cursor.key(), cursor.value(), append=True)
+                            found = cursor.next()
+        env.sync(True)
 
 
 def error_of(folder: Path, err: Exception, *, counted: bool = True) -> ImpressError:
