@@ -786,6 +786,19 @@ def test_a_clock_that_was_behind_for_a_while_gives_no_second_day(limit: int | No
     assert left is not None and left <= 1000 / 10 + 2
 
 
+@pytest.mark.parametrize("behind_days", [3.0, 100.0, 0.5], ids=["suspend", "from 0", "half a day"])
+def test_time_that_a_process_did_not_see_go_by_is_given_once(behind_days: float) -> None:
+    """It slept for three days, or its clock was set right as it ran: what it spent then was saved
+    as of before, so that a restart a minute later had a day's writes again."""
+    wall, own = [100 * DAY_S], [(100 - behind_days) * DAY_S]
+    asleep = WriteBudget(1000, lambda: own[0], wall=lambda: wall[0])
+    assert asleep.allow(1000)
+    saved = asleep.dump()
+    wall[0] += 60
+    left = WriteBudget(1000, lambda: wall[0], saved, lambda: wall[0]).left_bytes
+    assert left is not None and left <= 2
+
+
 @pytest.mark.parametrize("limit", [1000, None])
 def test_a_clock_that_was_far_ahead_for_a_while_does_not_stop_the_days_writes(
     limit: int | None,

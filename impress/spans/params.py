@@ -137,7 +137,11 @@ class Params:
         """
         raw = encode_params(layers)
         if not self._write or len(raw) > MOST_RECORD_BYTES or self._used() + len(raw) > MOST_BYTES:
-            log.warning("probe parameters of %s: %d bytes are too many", codec, len(raw))
+            log.warning(
+                "probe parameters of %s: %d bytes are too many: a record may have %d, all of a "
+                "shard %d; impress purge --namespace frees those of a model that is gone",
+                codec, len(raw), MOST_RECORD_BYTES, MOST_BYTES,
+            )  # fmt: skip
             return None
         digest = digest_of(raw)
         with self._turn:

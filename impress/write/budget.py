@@ -89,11 +89,15 @@ class WriteBudget:
 
     A bucket that holds a day's bytes and is filled over a day. None: no limit; what is spent is
     counted for the next process, which may have one. `clock`: wall-clock seconds, because what was
-    spent before a restart counts: `dump` is handed in again as `saved`.
+    spent before a restart counts: `dump` is handed in again as `saved`. `wall`: what the wall clock
+    says now, where `clock` stands still in a suspend, and while the other is set right.
     """
 
-    def __init__(self, daily_bytes: int | None, clock: Clock, saved: bytes = b"") -> None:
+    def __init__(
+        self, daily_bytes: int | None, clock: Clock, saved: bytes = b"", wall: Clock | None = None
+    ) -> None:
         self._clock = clock
+        self._wall = wall or clock
         self._lock = threading.Lock()  # guards what is spent where there is no limit
         self._unsaved = 0  # allowed since the last dump
         self._most_unsaved = min((daily_bytes or 0) / 64, UNSAVED_BYTES)
@@ -145,6 +149,7 @@ class WriteBudget:
             spent, at_s = self._spent, self._at_s
             if self._bucket is not None:
                 _, spent, at_s = self._bucket.state()
+            at_s += max(0.0, self._wall() - self._clock())  # else the time between counts twice
             if self._is_far(at_s):
                 return _FAR.pack(spent, self._newest_s, at_s)
             return _SPENT.pack(spent, max(at_s, self._newest_s))

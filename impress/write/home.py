@@ -104,7 +104,7 @@ class Home:
         # Wall-clock time, to count across restarts, but not set back or forward while this runs.
         begun_s = wall_clock() - monotonic()
         self.budget = WriteBudget(
-            config.daily_write_bytes, lambda: begun_s + monotonic(), self.index.wear()
+            config.daily_write_bytes, lambda: begun_s + monotonic(), self.index.wear(), wall_clock
         )
         self.health = Health(self._path, self._try_writing, monotonic)
         self._superfluous, last_span = self._load()
