@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 
 from impress.errors import ImpressError
@@ -187,4 +188,12 @@ def _cell(value: Any) -> str:
 
 #: It prints text as it is: nothing in a path or a trace's line is taken as markup.
 _WIDTH: Final = None if sys.stdout is not None and sys.stdout.isatty() else 120
-console = Out(width=_WIDTH, highlight=False, markup=False, emoji=False)
+
+
+class _Console(Out):
+    def on_broken_pipe(self) -> None:
+        """The reader has seen enough: the end, with status 1."""
+        Console.on_broken_pipe(self)
+
+
+console = _Console(width=_WIDTH, highlight=False, markup=False, emoji=False)

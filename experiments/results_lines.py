@@ -170,7 +170,8 @@ LINES: Final = (
                for of in ("", "_mean")), "emulated", "it goes by the mean, and "
          "makes slow requests faster where `exact` is fast at most and slow at some"),
     Line("Fig 17", "I/O time against AS+H2O+LFU", "1.5–3.8× less",
-         (Ours("ttft", "io_time_vs_as_h2o_lfu"),), "emulated",
+         (Ours("ttft", "io_time_vs_as_h2o_lfu"),
+          Ours("ttft_xeon", "io_time_vs_as_h2o_lfu", label="a Xeon ")), "emulated",
          f"a ratio of medians; {_SLICE}; what is left of them beside waits that are stretched"),
     Line("Fig 18", "what identification / reordering / caching add, one after the other, of the "
          "gain by the mean", "60/30/10 (30B RTE), 36/8/56 (13B COPA)",

@@ -12,11 +12,12 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
+from enum import Enum
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from impress.errors import Unsupported
-from impress.values import STDLIB, held_by, kept_in, made_from
+from impress.values import STDLIB, held_by, kept_in, made_from, marked, uncompiled_call
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,22 @@ _OF_ANY_MODEL: Final = {
     "_output_capturing_hooks_installed", "_weight_conversions", "model_tags",
     "peft_config",  # see adapter_settings
 }  # fmt: skip
+#: What it keeps in their classes.
+_OF_ANY_CLASS: Final = _OF_ANY_MODEL | {
+    "_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value",
+    "config_class", "_auto_class",
+}  # fmt: skip
+#: Config keys that change without changing one bit of the keys and values (dtype counts by itself),
+#: except the attention kernel: eager and sdpa round differently, and rows of one serve the other.
+VOLATILE: Final = frozenset(
+    (
+        *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures"),
+        *("auto_map", "dtype", "torch_dtype", "use_cache", "return_dict", "max_length"),
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+        *("output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class"),
+    )
+)
 #: Values, and bytes of them, that are told of a model: each request tells them again.
 _MOST_VALUES: Final = 10_000
 _MOST_BYTES: Final = 8 << 20
@@ -128,7 +145,8 @@ def foreign_modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 def foreign_settings(model: Any) -> list[list[str]]:
     """[name, class, attribute, digest] of all that each of `foreign_modules` keeps beside its
-    parameters and buffers; what the code of a class or function does, its name has to stand for.
+    parameters and buffers, and of the model's config, by which they may compute; what the code of
+    a class or function does, its name has to stand for.
 
     Raises Unsupported, naming the module, where that is more than can be told.
     """
@@ -136,7 +154,7 @@ def foreign_settings(model: Any) -> list[list[str]]:
     if not found:
         return []
     teller, told = _Teller(model), list[list[str]]()
-    for name, module in found:
+    for name, module in [*found, ("config", model.config)]:
         kind = _class_of(module)
         told.append([name, kind, "", ""])
         try:
@@ -172,8 +190,8 @@ class _Teller:
 
     def kept_by(self, module: Any) -> Iterator[tuple[str, str]]:
         """(attribute, digest) of what is its own, and its class's. Raises _Untold."""
-        known = self._own
-        if any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
+        known = self._own if isinstance(module, self._torch.nn.Module) else VOLATILE
+        if _is_a_model(type(module)):
             known = known | _OF_ANY_MODEL
         own = sorted((name, value) for name, value in vars(module).items() if name not in known)
         for name, value in (*own, *_of_class(type(module))):
@@ -198,7 +216,7 @@ class _Teller:
             self._seen[id(value)] = len(self._seen), value
             yield _class_of(value)
             is_module = isinstance(value, self._torch.nn.Module)  # see `kept_by`
-            if not is_module and (shared := dict(_of_class(type(value)))):
+            if not is_module and (shared := list(_of_class(type(value)))):
                 yield from self._told(shared)
             yield from self._inside(value)
             yield "end"
@@ -210,7 +228,10 @@ class _Teller:
 
     def _inside(self, value: Any) -> Iterator[str]:
         """What an object has."""
-        if isinstance(value, self._torch.Tensor | Mapping | set | frozenset | list | tuple):
+        value = uncompiled_call(value)
+        if isinstance(value, Enum):
+            yield from self._told(value.value)
+        elif isinstance(value, self._torch.Tensor | Mapping | set | frozenset | list | tuple):
             yield from self._items(value)
             if own := getattr(value, "__dict__", None):
                 yield from self._told(own)
@@ -222,16 +243,17 @@ class _Teller:
         elif isinstance(value, ModuleType | type | logging.Logger):
             yield _name_of(value)
             if isinstance(value, type):
-                yield from self._told(dict(_of_class(value)))
+                yield from self._told(list(_of_class(value)))
         elif isinstance(value, FunctionType):  # with what it is given, but not what it looks up
             yield _name_of(value)
-            yield from self._told([held_by(value), vars(value)])
+            yield from self._told([held_by(value), marked(value)])
         elif isinstance(value, weakref.ref):
             yield from self._told(value())
         elif isinstance(value, MethodType):
             yield from self._told([value.__func__, value.__self__])
         elif hasattr(value, "to_dict") and _class_of(value).startswith("transformers."):
-            yield from self._told(value.to_dict())  # a config
+            kept = value.to_dict().items()  # a config
+            yield from self._told({key: each for key, each in kept if key not in VOLATILE})
         else:
             yield from self._state(value)
 
@@ -277,11 +299,22 @@ class _Teller:
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    """What a class and its bases keep, by name, as far as no package's version tells it."""
+    """What a class and its bases keep, by name, as far as no package's version tells it: of an
+    enumeration its members, not what Python keeps there as they are used."""
+    left_out = _OF_ANY_CLASS if _is_a_model(kind) else ()
     for base in kind.__mro__:
-        if base.__module__.partition(".")[0] not in _BY_NAME:
-            for name, value in sorted(kept_in(base).items()):
+        if base.__module__.partition(".")[0] in _BY_NAME:
+            continue
+        kept = kept_in(base)
+        if issubclass(base, Enum):
+            kept = {name: member.value for name, member in base.__members__.items()}
+        for name, value in sorted(kept.items()):
+            if name not in left_out:
                 yield f"{base.__qualname__}.{name}", value
+
+
+def _is_a_model(kind: type) -> bool:
+    return any(base.__name__ == "PreTrainedModel" for base in kind.__mro__)
 
 
 def _class_of(value: Any) -> str:

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from impress.errors import BadInput, Unsupported
-from impress.foreign import adapter_settings, foreign_modules, foreign_settings, uncompiled
+from impress.foreign import (
+    VOLATILE,
+    adapter_settings,
+    foreign_modules,
+    foreign_settings,
+    uncompiled,
+)
 from impress.weights import (
     StoredTensor,
     add_tensor,
@@ -36,17 +42,6 @@ if TYPE_CHECKING:
 _ENGINE = "transformers"
 _POSITIONS = "after-position absolute"
 _PASSED_BY = "rotary_emb.inv_freq"  # Transformers ignores it in old checkpoints: it has its own
-# Config keys that change without changing one bit of the keys and values (dtype counts by itself),
-# except the attention kernel: eager and sdpa round differently, and rows of one serve the other.
-_VOLATILE = frozenset(
-    (
-        *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures"),
-        *("auto_map", "dtype", "torch_dtype", "use_cache", "return_dict", "max_length"),
-        *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
-        *("output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class"),
-    )
-)
 # safetensors dtype code -> torch name; a tensor of any other dtype never matches a model's.
 _TORCH_NAMES = {
     "F64": "float64",
@@ -137,7 +132,7 @@ def _combine(
     config: Mapping[str, Any], revision: str, weights: bytes, dtype: str, family: str
 ) -> bytes:
     fields = (
-        config_said(config).encode(),
+        json.dumps(_normalised(config), sort_keys=True, default=_text).encode(),
         revision.encode(),
         weights,
         dtype.encode(),
@@ -150,12 +145,15 @@ def _combine(
     return digest.digest()
 
 
+def _text(value: Any) -> Any:
+    """What a config holds that is not JSON, the same in every process."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    said = str(value)
+    return type(value).__qualname__ if " at 0x" in said else said
+
+
 # --- config ---------------------------------------------------------------------------------------
-
-
-def config_said(config: Mapping[str, Any]) -> str:
-    """What a config says of how a model computes; of a model in memory, `config.to_dict()`."""
-    return json.dumps(_normalised(config), sort_keys=True, default=str)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -177,7 +175,7 @@ def _config_dtype(config: Mapping[str, Any]) -> str:
     return str(named).removeprefix("torch.")
 
 
-def _normalised(config: Mapping[str, Any], volatile: frozenset[str] = _VOLATILE) -> dict[str, Any]:
+def _normalised(config: Mapping[str, Any], volatile: frozenset[str] = VOLATILE) -> dict[str, Any]:
     """The config without volatile keys, at every depth; a quantization keeps them, as its `dtype`
     is another. Nulls are kept: an absent key means a default, which may be another."""
     kept = {}

@@ -33,6 +33,8 @@ class Out(Console):
         """An error says that it is stdout's: else it would pass for another file's."""
         try:
             super().print(*objects, **how)
+        except BrokenPipeError:
+            raise
         except OSError as error:
             error.filename = error.filename or "stdout"
             raise

@@ -14,6 +14,8 @@ from typing import Any, Final
 _PYTHONS: Final = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
 #: Python's packages: they have a version.
 STDLIB: Final = sys.stdlib_module_names
+#: What torch.compile leaves on its wrapper; functools.wraps copies it to wrappers around that.
+_TORCHS: Final = ("_torchdynamo_", "get_compiler_config")
 #: Where torch.compile's wrapper, which refers to much of the process, has the function itself.
 _COMPILED: Final = "_torchdynamo_orig_callable"
 
@@ -47,6 +49,11 @@ def kept_in(kind: type) -> dict[str, Any]:
         if not name.startswith("__") and name not in _PYTHONS
         and not hasattr(type(value), "__get__")
     }  # fmt: skip
+
+
+def marked(function: FunctionType) -> dict[str, Any]:
+    """What was set on a function, except by torch.compile (addresses, for one)."""
+    return {name: v for name, v in vars(function).items() if not name.startswith(_TORCHS)}
 
 
 def uncompiled_call(called: Any) -> Any:

@@ -1432,19 +1432,29 @@ def test_what_a_foreign_module_keeps_in_plain_attributes_is_another_model(tmp_pa
             assert engine.last_request.hit_tokens == hit
 
 
-@pytest.mark.parametrize("where", [Controlled, Switches, Control, "config"])
+class Tuned(Control):
+    """Of its base's name, as where a library's class is made one's own."""
+
+    coefficient = 1.5
+
+
+Tuned.__qualname__ = Control.__qualname__
+
+
+@pytest.mark.parametrize("where", [Controlled, Switches, Control, Tuned, "config"])
 def test_what_a_foreign_module_finds_in_a_class_or_the_config_is_another_model(
     tmp_path, monkeypatch, where
 ):
     """Only what its own `__dict__` had was looked at: rows of one setting answered under another,
     and of a class's in any process that came later."""
-    name = {Controlled: "more", Switches: "louder", Control: "coefficient"}.get(where, "steer")
+    name = {Controlled: "more", Switches: "louder", "config": "steer"}.get(where, "coefficient")
 
     def steered():
         torch.manual_seed(0)
         model = tiny()
         layers = model.model.layers
         layers[0] = Controlled(layers[0], model.config).eval()
+        layers[0].control = Tuned() if where is Tuned else Control()
         layers[0].control.vector = torch.full((64,), 0.5)
         del layers[0].control.__dict__["coefficient"]  # its class's counts
         model.config.steer = 0.0
@@ -1465,6 +1475,62 @@ def test_what_a_foreign_module_finds_in_a_class_or_the_config_is_another_model(
     with attach(model, tmp_path) as engine:
         engine.generate(ids, max_new_tokens=1)
         assert engine.last_request.hit_tokens == 0
+
+
+_OWN_MODEL = """
+import sys, enum
+import torch, transformers
+import impress, impress.engines.hf
+
+class Mode(enum.Flag):
+    KEYS = enum.auto()
+    VALUES = enum.auto()
+
+class Mine(transformers.LlamaForCausalLM):
+    modes = Mode
+
+    def forward(self, *args, **named):
+        assert self.modes.KEYS | self.modes.VALUES  # Python keeps what it is combined to
+        return super().forward(*args, **named)
+
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=2,
+)
+torch.manual_seed(0)
+model, ids = Mine(config).eval(), torch.arange(200)[None] % 64
+with impress.engines.hf.attach(model, sys.argv[1], impress.Quality()) as engine:
+    for _ in range(2):
+        engine.generate(ids, max_new_tokens=2)
+        engine.flush()
+        print(engine.last_request.hit_tokens)
+"""
+
+
+def test_a_users_own_class_of_a_model_is_one_model_in_every_process(tmp_path):
+    """Transformers notes in the class what it was asked, when rows are first watched: the first
+    request that chose rows was refused, and the next process had another key."""
+    command = [sys.executable, "-c", _OWN_MODEL, str(tmp_path)]
+    for hits in (["0", "192"], ["192", "192"]):
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        assert run.stdout.split() == hits
+
+
+@dataclass
+class SeesAll:
+    """A mask function without a hash."""
+
+    def __call__(self, *args, **named):
+        raise AssertionError("not to be asked")
+
+
+def test_a_mask_function_that_cannot_be_hashed_is_refused_in_one_line(tmp_path, monkeypatch):
+    from transformers import masking_utils
+
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(masks._global_mapping, "sdpa", SeesAll())
+    with pytest.raises(Unsupported, match="mask function sdpa was replaced"):
+        attach(tiny(), tmp_path / "store")
 
 
 class OwnBase(transformers.LlamaModel):

@@ -718,6 +718,7 @@ def test_identifiers_of_every_kind_are_told_the_same_by_every_process():
             math.sqrt, str.upper, Chooser, Chooser(), Chooser().__call__,
             functools.partial(Chooser(), {"a", "b", "c"}), lambda policy, asked: {"a", "b", "c"},
             functools.lru_cache(itself), torch.no_grad()(itself), torch.compile(itself),
+            torch.no_grad()(torch.compile(itself)), functools.partial(torch.compile(itself), 1),
         ):
             class Mine:
                 name = "mine"
@@ -725,7 +726,7 @@ def test_identifiers_of_every_kind_are_told_the_same_by_every_process():
             print(name_of(Mine()))
     """
     (said,) = said_by_processes(code)
-    assert " at 0x" not in said and len(set(said.split("\n"))) == 11
+    assert " at 0x" not in said and len(set(said.split("\n"))) == 13
 
 
 class Leading:

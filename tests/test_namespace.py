@@ -442,6 +442,17 @@ def test_what_the_model_has_anyway_is_told_by_its_name(saved):
     assert namespace_of(model) != namespace
 
 
+def test_a_large_vector_in_the_config_of_a_model_with_foreign_modules_is_told_in_full(saved):
+    """Its text left out all but six numbers, and an object's had an address: another each time."""
+    names = set[bytes]()
+    for at in (1000, 1000, 2000):
+        model = keeping(saved)
+        model.config.steer = torch.nn.functional.one_hot(torch.tensor(at), 4096).float()
+        model.config.control = Slots(3)
+        names.add(namespace_of(model))
+    assert len(names) == 2
+
+
 @pytest.mark.parametrize(("kept", "what"), [
     (torch.empty(2, device="meta"), "a tensor of torch.float32 on meta"),
     (torch.eye(2).to_sparse(), "a tensor of torch.float32 on cpu"),

@@ -20,11 +20,14 @@ from test_sparse import asked
 from typer.testing import CliRunner
 
 import impress
+from impress.cache.copies import Copies
 from impress.cli.main import app
 from impress.policy import Quality
+from impress.selection.probes import codec_of
 from impress.selection.probes_pca import Pca
 from impress.spans import params
-from impress.spans.layout import K
+from impress.spans.format import ProbeRecord, layout_of
+from impress.spans.layout import K, V
 from impress.spans.params import NONE, Params, decode_params, digest_of, encode_params
 from impress.spans.rows import host_words
 from impress.spans.tables import read_header
@@ -689,6 +692,21 @@ def test_a_fit_that_outlasts_close_keeps_its_files_and_writes_nothing(
     fitter.join(60)
     assert not fitter.is_alive() and not (store.path / "shards/main/params").exists()
     close(store.ssd)
+
+
+@pytest.mark.parametrize("names", [
+    ("int4-v1", "pca25-v1", "heads3-v1"), ("pca37-v1", "pca25-v1", "heads3-v1"),
+])  # fmt: skip
+def test_records_from_before_a_fit_have_a_cache_too(names: tuple[str, ...]) -> None:
+    """Two codecs fall back to one, and the records of the third are a plane lower: those of what
+    was stored first, which go on like that for ever, were read from the disk by each request."""
+    codecs = [codec_of(name) for name in names]
+    copies = Copies(impress.Config(dram_bytes=256 << 20), SHAPE, 64, codecs)
+    for n_records in (2, 3):
+        records = [ProbeRecord(c.name, c.group, c.probe_bytes(SHAPE), NONE) for c in codecs]
+        layout = layout_of(SHAPE, 64, 1, records[-n_records:])
+        size = layout.planes[V + n_records].chunk_bytes
+        assert (V + n_records, size) in copies.probes
 
 
 @pytest.mark.parametrize("harm", ["header", "keys"])

@@ -362,9 +362,10 @@ def test_a_disk_that_stands_still_is_waited_for(
     tenth of the disk's: all systems took 2 ms in them."""
     monkeypatch.setattr(yardstick, "N_BYTES", 2 << 20)
     (tmp_path / "0.seg").write_bytes(b"x" * (2 << 20))
+    given = iter([2.0] * 18 + [0.2] * 6 + [1.8] * 5 + [1.2] * 9)
+    reading = lambda stick: stick._last.append(next(given))  # noqa: E731
+    monkeypatch.setattr(Yardstick, "_reading", reading)
     stick = Yardstick([tmp_path / "0.seg"])
-    given = iter([2.0] * 9 + [0.2] * 6 + [1.8] * 5 + [1.2] * 9)
-    monkeypatch.setattr(stick, "_reading", lambda: stick._last.append(next(given)))
     assert [stick.gb_s() for _ in range(9)][-1] == 2.0
     assert [stick.gb_s() for _ in range(4)] == [2.0] * 4  # it still lags
     assert stick.gb_s() == 1.8  # and then waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 from impress.cache.chunks import ChunkCache
 from impress.config import Config
@@ -47,8 +48,9 @@ class Copies:
         self.probes: dict[tuple[int, int], ChunkCache] = {}  # by plane and bytes a chunk
         sizes = {
             (plane, round_up(one.probe_bytes(geometry) * window // one.group))
-            for plane, codec in enumerate(codecs, start=V + 1)
-            for one in _with_fallback(codec)
+            for made_by in product(*map(_with_fallback, codecs))
+            # Of two that fall back to one codec a span has one record: the next are planes lower.
+            for plane, one in enumerate({one.name: one for one in made_by}.values(), start=V + 1)
         }
         for plane, size in sorted(sizes):
             share = probe_bytes // len(sizes)

@@ -32,7 +32,7 @@ from impress.weights import weight_files
 
 #: What a prompt's keys depend on besides the model; no option here asks for these.
 _ASSUMED: Final = {
-    "engine": "transformers", "tenant": "", "tenant_secret": False, "weights": "as in its files",
+    "engine": "transformers", "tenant": "", "tenant_secret": False,
 }  # fmt: skip
 
 
@@ -137,6 +137,7 @@ def _explained(
             assumed = {**_ASSUMED, "dtype": geometry.dtype}
             if query is None:
                 _check_files(model)
+                assumed["weights"] = "as in its files"
                 tokens = _in_tokens_of(model, file, prompt)
                 namespace = namespace_of(model, dtype=geometry.dtype)
                 if geometry != identity.geometry:

@@ -241,7 +241,7 @@ def _print_tree(found: dict[str, Any]) -> None:
     drawn: dict[str, list[Tree]] = {}  # root -> the branch last drawn at each depth
     for row in cut(found["tree"]):
         root = row["root"]
-        branches = drawn.setdefault(root, [Tree(f"[bold]{titles.get(root, root[:12])}[/bold]")])
+        branches = drawn.setdefault(root, [Tree(f"[bold]{titles.get(root, root[:12])} [/bold]")])
         last = row["first_window"] + row["n_windows"] - 1
         branch = branches[row["depth"]].add(
             f"windows {row['first_window']}–{last} · {row['tokens']:,} tokens · "

@@ -212,7 +212,10 @@ def check_json(file: Path | None) -> None:
         raise BadInput(f"--json {file}: a directory; name a file, or - for stdout")
     try:
         dangles = file.is_symlink() and not file.exists()
-        folder = (file.resolve() if dangles else in_full(file)).parent
+        there = file.resolve() if dangles else in_full(file)
+        if dangles and there.is_symlink():  # Python 3.13 says no more of it
+            raise RuntimeError("it leads to itself")
+        folder = there.parent
     except (OSError, RuntimeError) as err:  # a link to itself (until Python 3.13), a name too long
         raise BadInput(f"--json {file}: {getattr(err, 'strerror', None) or err}") from None
     if not folder.is_dir():

@@ -210,7 +210,6 @@ def check_functions(found: Found) -> None:
             raise _was_replaced(where)
 
 
-@lru_cache(64)
 def _is_from(function: Any, name: str, home: ModuleType) -> bool:
     """Whether a function is the one that Transformers defines there under this name: not what was
     found there at first, as whoever replaces it may come before. Its own decorators are passed."""

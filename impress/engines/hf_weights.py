@@ -21,7 +21,6 @@ from impress.engines.hf_modules import (
 )
 from impress.errors import StoreMismatch
 from impress.foreign import adapter_settings, foreign_settings
-from impress.namespace import config_said
 
 #: Elements of a tensor to notice a change by. Odd, so that a matrix's lie in many columns.
 SAMPLES: Final = 31
@@ -54,7 +53,6 @@ class Weights:
         self._samples = self._sampled(tensors)
         self._adapter = _adapter(model, found)
         self._foreign = foreign_settings(model)
-        self._config = self._foreign and config_said(model.config.to_dict())
         self._classes = found.classes
         self._n_layers = _n_layers(model)
 
@@ -78,13 +76,6 @@ class Weights:
             raise StoreMismatch(
                 f"{attribute or 'what'} that {name} ({kind}) keeps beside its tensors changed "
                 "since attach(): attach the model again; keep what a forward writes elsewhere"
-            )
-
-        if self._foreign and config_said(self._model.config.to_dict()) != self._config:
-            name, kind, *_ = self._foreign[0]
-            raise StoreMismatch(
-                f"the model's config changed since attach(), and {name} ({kind}) may compute by "
-                "it: attach the model again"
             )
 
     def _changed(self, found: Found) -> bool:

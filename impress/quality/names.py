@@ -41,7 +41,7 @@ from impress import policy as built_in
 from impress.errors import ImpressError
 from impress.selection import probes
 from impress.selection.identify import OWN, select
-from impress.values import STDLIB, held_by, kept_in, made_from, uncompiled_call
+from impress.values import STDLIB, held_by, kept_in, made_from, marked, uncompiled_call
 
 _PLAIN_REPR: Final[Any] = object.__repr__  # gives an object's address
 #: Packages whose classes' methods are left out: they have a version, or are counted by RULES.
@@ -174,6 +174,8 @@ def _kept(value: Any) -> list[tuple[str, Any]]:
 
 def _state_of(value: Any) -> list[tuple[str, Any]]:
     """What an object keeps, in its dict and its slots, by name."""
+    if isinstance(value, FunctionType):
+        return sorted(marked(value).items())
     state = object.__getstate__(value)
     parts = state if isinstance(state, tuple) else (state,)
     return sorted((name, each) for part in parts for name, each in (part or {}).items())
@@ -228,7 +230,7 @@ def _code(function: FunctionType) -> str:
     parts, functions = list[str](), [function]
     for one in functions:  # it grows by the functions it was given, one maybe itself
         parts += _steps(one.__code__)
-        for held in held_by(one):
+        for held in map(uncompiled_call, held_by(one)):
             if isinstance(held, FunctionType):
                 functions += [] if held in functions else [held]
                 parts.append(f"{held.__module__}.{held.__qualname__} {functions.index(held)}")

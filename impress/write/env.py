@@ -293,6 +293,8 @@ def compact(folder: Path) -> None:
         shutil.rmtree(gone)
         sync_path(folder.parent)  # else a power cut could bring back what was erased
     except (lmdb.Error, OSError) as err:
+        if isinstance(err, _DAMAGE):
+            raise StoreFailed(f"index: {_said(folder, err)}; {_REBUILD}") from err
         raise _failed(folder, err) from err
     finally:  # what came to nothing takes no room, least of all on a disk that is full
         shutil.rmtree(draft, ignore_errors=True)
@@ -316,7 +318,8 @@ def _copy(shared: Env, draft: Path) -> None:
                     with env.begin(db=made, write=True) as new:
                         while found and n_bytes < _COPIED_BYTES:  # what one transaction holds
                             n_bytes += len(cursor.value())
-                            new.put(cursor.key(), cursor.value(), append=True)
+                            if not new.put(cursor.key(), cursor.value(), append=True):
+                                raise lmdb.CorruptedError("keys out of order")
                             found = cursor.next()
         env.sync(True)
 
@@ -332,7 +335,7 @@ def check_sound(shared: Env, folder: Path) -> None:
     """Raises FormatError where pages of the index's file are damaged or not there: LMDB answers
     some of that by ending the process. Raises LMDB's errors, OSError."""
     data = folder / "data.mdb"
-    if said := damage_of(shared.env, data):
+    if said := damage_of(shared.env, data, pinned=shared.counted):
         raise _damaged(f"{data} is {said}", counted=shared.counted)
 
 

@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 #: Pages looked at together.
 _BLOCK: Final = 2048
+#: Looks at a file in which pages may be used again meanwhile.
+_LOOKS: Final = 3
 _MAGIC: Final = 0xBEEFC0DE
 _FORMAT: Final = 1
 #: Bytes of a page, in a file that LMDB makes.
@@ -83,19 +85,25 @@ def unopenable(data: Path, map_bytes: int) -> str:
     return ""
 
 
-def damage_of(env: Any, data: Path) -> str:
+def damage_of(env: Any, data: Path, *, pinned: bool = True) -> str:
     """What is wrong with the file of an environment; "": nothing. Others may write to it meanwhile.
-    Raises LMDB's errors, OSError."""
-    page_bytes, seen = env.stat()["psize"], b""
+
+    `pinned`: LMDB's table of readers tells them of a transaction here, so that no page of the
+    newest trees is used again before it ends. Raises LMDB's errors, OSError.
+    """
+    page_bytes, said, before = env.stat()["psize"], "", b""
     fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with env.begin():  # from here on no page of the newest trees is used again
-            while True:
-                metas = os.pread(fd, 2 * page_bytes, 0)
+        with env.begin():
+            for _ in range(1 if pinned else _LOOKS):
+                metas = b""
+                while metas != (metas := os.pread(fd, 2 * page_bytes, 0)):  # while one is written
+                    pass
                 said = _damage(fd, metas, page_bytes)
-                if not said or metas == seen:  # else somebody wrote there meanwhile
-                    return said
-                seen = metas
+                if not said or metas == before:  # else somebody wrote there meanwhile
+                    break
+                before = metas
+            return said
     finally:
         os.close(fd)
 

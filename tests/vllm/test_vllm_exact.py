@@ -211,6 +211,16 @@ def test_a_request_taken_out_of_its_step_leaves_nothing_to_be_found(serve: Serve
         for out in engine.step():
             outs[out.request_id] = list(out.outputs[0].token_ids)
 
+    taken_out, preempt = list[str](), served.scheduler._preempt_request
+    pool = served.scheduler.kv_cache_manager.block_pool
+
+    def noted(request: Any, *rest: Any, **named: Any) -> None:
+        names = request.block_hashes[6:7]  # of what this step was to compute
+        if any(pool.get_cached_block(name, [0]) for name in names):
+            taken_out.append(request.request_id)
+        preempt(request, *rest, **named)
+
+    served.scheduler._preempt_request = noted
     engine.add_request("decodes", {"prompt_token_ids": words(100, 72)}, params(20), priority=0)
     step()
     engine.add_request("long", {"prompt_token_ids": long}, params(10), priority=5)
@@ -218,6 +228,7 @@ def test_a_request_taken_out_of_its_step_leaves_nothing_to_be_found(serve: Serve
     engine.add_request("short", {"prompt_token_ids": words(128, 73)}, params(2), priority=0)
     while engine.has_unfinished_requests():
         step()
+    assert taken_out and taken_out[0].startswith("long"), "the test wants it taken out of its step"
     (preempted,) = (out for name, out in outs.items() if name.startswith("long"))
     assert preempted == expected[0]
     served.settle()

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
+from impress.engines.vllm import scheduling
 from impress.engines.vllm.events import Events
 from impress.engines.vllm.scheduling import SchedulerSide
 from impress.engines.vllm.settings import Settings
@@ -304,3 +305,17 @@ def test_what_was_read_behind_blocks_that_were_lost_is_no_hit() -> None:
     _step(side, request, 0)
     side.hear(StepReport(served={"r": EXACT}), {1})
     assert side.finish(request, [1, 2, 3])[1] == {"impress": _read(0.04)}
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_a_paused_request_is_not_short_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, has_blocks: bool
+) -> None:
+    """In a pause nothing is scheduled either: what had ended before it was not stored."""
+    monkeypatch.setattr(scheduling, "_PATIENCE_S", 0.0)
+    side = _side()
+    _arrives(side)
+    side._held = {"ended": "ended#1.0"}
+    ids = [1, 2, 3] if has_blocks else []
+    side.kv_cache_manager.get_block_ids = lambda request_id: (ids,)
+    assert side._stalled(_scheduled({})) is not has_blocks

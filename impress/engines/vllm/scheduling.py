@@ -152,9 +152,16 @@ class SchedulerSide:
 
     def _stalled(self, output: Any) -> bool:
         """Whether nothing has been scheduled for a while, as ended requests hold their blocks: with
-        no request to preempt, those that wait would be served as fast as the disk takes rows."""
-        waits = self._held and not output.total_num_scheduled_tokens
-        if not waits or all(self._has_room(tracked.request) for tracked in self._tracked.values()):
+        no request to preempt, those that wait would be served as fast as the disk takes rows.
+
+        One that has blocks and is not scheduled is paused, and nobody waits.
+        """
+        waiting = [tracked.request for tracked in self._tracked.values()]
+        waits = self._held and waiting and not output.total_num_scheduled_tokens
+        ids_of = self.kv_cache_manager.get_block_ids
+        if not waits or any(
+            self._has_room(request) or any(ids_of(request.request_id)) for request in waiting
+        ):
             self._stalled_s = None
             return False
         now = time.monotonic()
