@@ -125,7 +125,7 @@ class PrefixStore:
 
     def _furnish(self, home: Home, codecs: Sequence[ProbeCodec]) -> None:
         config, geometry, uuid = self.config, self.geometry, self._identity.uuid
-        self._tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
+        self.tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
         self.ssd, self.ledgers = home.ssd, home.ledgers  # ledgers: the guard's, about policies
         self.left_out, self.absent = home.others.left_out, home.others.absent  # for commands
         self.catalog, self.history = home.catalog, home.history  # what requests have shown of spans
@@ -141,7 +141,7 @@ class PrefixStore:
             fitter = Fitter(codecs, geometry, self.namespace, home.ssd, home.catalog, params)
             self._admission = Admission(
                 geometry, self.window, self.namespace, self.name, home, home.committer, media,
-                self.counters, self._tables, fitter,
+                self.counters, self.tables, fitter,
             )  # fmt: skip
             fitter.begin()  # not earlier: nobody would close it
         home.tidy()
@@ -153,7 +153,7 @@ class PrefixStore:
 
     def _forget(self, span: int) -> None:
         self._copies.drop_span(span)
-        self._tables.drop(span)
+        self.tables.drop(span)
         self._home.history.forget(span)
 
     @property
@@ -184,7 +184,7 @@ class PrefixStore:
         held = [] if off else self._home.catalog.hold(root, labels, count=True)
         lease: Lease | None = None
         try:
-            tables = self._tables.of([h.record for h in held], self.config.read_timeout_s)
+            tables = self.tables.of([h.record for h in held], self.config.read_timeout_s)
             sources, lost = sources_of(held, tables, self.geometry)
             if lost is not None:
                 self.counters.add(f"lost/{lost.reason}")
@@ -314,7 +314,7 @@ class PrefixStore:
         """Empty HBM, DRAM and the cached tables; home keeps everything."""
         self._usable("drop_caches", closed=True)
         self._copies.clear()
-        self._tables.clear()
+        self.tables.clear()
 
     def flush(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """Wait until all stores are READY. Raises StoreFailed for failures since the last call.
@@ -355,7 +355,7 @@ class PrefixStore:
         """Counters since open, occupancy now. Plain numbers, ready for JSON."""
         home, stuck = self._usable("stats", closed=True), self._pool.n_stuck
         n_stuck, ages = stuck(self.config.read_timeout_s), self._leases.ages()
-        return standing(home, self._copies, self._tables, self.counters, ages, n_stuck)
+        return standing(home, self._copies, self.tables, self.counters, ages, n_stuck)
 
     def placement(self) -> list[Placed]:
         """For every span: how many of its chunks each tier holds, and what they are worth."""
@@ -374,7 +374,7 @@ class PrefixStore:
         """Assert all invariants (tree, spans, caches, space). Flush first; have no writer open."""
         home = self._usable("check", closed=True)
         self._copies.check()
-        self._tables.check()
+        self.tables.check()
         home.check([draft for writer in self._writers for draft in writer.drafts()])
 
     def _usable(self, what: str, *, closed: bool = False) -> Home:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Final
@@ -50,6 +51,17 @@ def check_layer(layer: object, n_layers: int, what: str) -> None:
     """Raises BadInput. True is refused: NumPy takes it for a mask over every layer's entries."""
     if type(layer) is not int or not 0 <= layer < n_layers:
         raise BadInput(f"{what}: layer {layer!r} is not in 0..{n_layers - 1}")
+
+
+def layers_of(layers: object, n_layers: int, what: str) -> list[int]:
+    """These layers, each once (None: every one). Raises BadInput."""
+    if layers is None:
+        return list(range(n_layers))
+    if not isinstance(layers, Sequence) or isinstance(layers, str | bytes):
+        raise BadInput(f"{what}: want a list of layers, got {type(layers).__name__}")
+    for layer in layers:
+        check_layer(layer, n_layers, what)
+    return list(dict.fromkeys(layers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,6 +191,10 @@ def test_reads_say_what_they_want(open_store: Open, geometry: impress.Geometry) 
             for wrong in ("ab", (out,), 3, (out, None)):
                 refused("out wants a pair of tensors", session.retrieve, 0, None, out=wrong)
             refused("want 2 pairs, got int", session.prefetch, 3)
+            for layers in (3, "01"):
+                refused("want a list of layers", session.prefetch, layers=layers)
+            for layers in ([[0]], [2], [True], [None]):
+                refused("layer .* is not in 0..1", session.prefetch, layers=layers)
             refused("out wants a pair of tensors, got NoneType", session.prefetch, [None, None])
         with lease.session(impress.Quality()) as session:
             refused("and ndarray", session.retrieve, 0, query, suffix_lse=lse.numpy())

@@ -639,7 +639,7 @@ def test_a_miss_says_which_it_was(tmp_path, monkeypatch):
             patched.setattr(engine.store._pool, "is_stuck", lambda _limit_s: True)
             assert why(ids) == "recompute: the store's disk does not answer"
         failed = {span: ReadFailed("eio", "no") for span in range(100)}
-        monkeypatch.setattr(engine.store._tables, "of", lambda *_args: failed)
+        monkeypatch.setattr(engine.store.tables, "of", lambda *_args: failed)
         assert why(ids) == "recompute: what is stored of the prompt could not be read"
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from contextlib import contextmanager
 
 import lmdb
 import pytest
 from conftest import flip_a_bit
 from console import FORK, PROMPT, opened, put, records_of, run, run_json, two_prompts, whole_numbers
+from typer.testing import CliRunner
 
+from impress.cli.main import app
+from impress.errors import StoreFailed
 from impress.upkeep import hanging
+from impress.upkeep import verify as verifying
 from impress.upkeep.verify import verify_store
 from impress.write.directory import GONE, Shard
+from tiers.ssd import SsdTier
 
 
 @pytest.fixture
@@ -149,3 +155,31 @@ def test_verify_prints_no_tokens(path):
     flip_a_bit(path, records_of(path)[1].meta, 20)
     done = run("verify", "--store", path, "--json")
     assert whole_numbers(done, path).isdisjoint({*PROMPT, *FORK})
+
+
+@pytest.mark.parametrize("command", ["verify", "explain"])
+def test_a_command_reads_on_threads_that_it_need_not_wait_for(path, tmp_path, monkeypatch, command):
+    """It read headers on its own: where the disk hung it stood still, and a signal that came at the
+    end of a read made it wait for a read that had ended, until a second signal."""
+    read, threads = SsdTier.read, set()
+
+    def noted(*args):
+        threads.add(threading.current_thread())
+        return read(*args)
+
+    monkeypatch.setattr(SsdTier, "read", noted)
+    (tmp_path / "ids").write_text(" ".join(map(str, PROMPT)))
+    more = ["--prefix", str(tmp_path / "ids")] if command == "explain" else []
+    assert CliRunner().invoke(app, [command, "--store", str(path), *more]).exit_code == 0
+    assert threads and threading.main_thread() not in threads
+
+
+def test_a_header_that_does_not_come_ends_a_verify(path, monkeypatch):
+    come = threading.Event()
+    monkeypatch.setattr(verifying, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(SsdTier, "read", lambda *args: come.wait(60))
+    try:
+        with pytest.raises(StoreFailed, match="a read took more than"):
+            verify_store(path)
+    finally:
+        come.set()

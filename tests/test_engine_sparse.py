@@ -6,6 +6,8 @@ import itertools
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,6 +56,8 @@ from impress.policy import (
     SnapWindow,
     StaticH2O,
 )
+from impress.selection.choices import Selection
+from impress.selection.identify import Asked, select
 
 FAMILIES = ("opt", "llama", "qwen3")
 
@@ -396,12 +400,61 @@ def test_a_hit_without_the_importance_its_policy_goes_by_is_exact_and_says_so(
     assert_same_bits(made[0], continued(model, prompts(200), ids, HIT))
 
 
+def test_a_policy_that_asks_for_importance_through_another_gets_all_rows_without_it(tmp_path):
+    """Engines knew of two policies that they go by it; of one that asks one of these, each hit on
+    such a prefix raised in the middle of a forward."""
+    model, ids = model_of("llama", attention="eager"), request_ids()
+    watched = Watched(StaticH2O())
+    config = CONFIG.model_copy(update={"mode": "sparse", "guard": "off"})
+    with hf.attach(model, tmp_path, watched, config=config) as engine:
+        engine.generate(prompts(200), max_new_tokens=1)
+        engine.flush()
+        engine.generate(ids, max_new_tokens=1)
+        assert engine.last_request.hit_tokens == HIT
+        assert engine.last_request.fallback_share == 1
+
+
+@dataclass(frozen=True)
+class Told:
+    """A policy that needs no suffix_lse, and says whether it was given one."""
+
+    name: str = "told"
+    probe: str | None = None
+    needs_suffix_lse: bool = False
+
+
+@select.register
+def _(policy: Told, asked: Asked) -> Selection:
+    TOLD.append(asked.suffix_lse is None)
+    return select(Recency(keep=0.5), asked)
+
+
+TOLD: list[bool] = []
+
+
+def test_what_a_policy_does_not_need_it_is_given_in_no_request_that_is_weighed(tmp_path):
+    """Requests that the guard watched had it, and the others had not: a policy that looks whether
+    it is there was weighed by other choices than were served."""
+    model, ids = model_of("llama"), request_ids()
+    TOLD.clear()
+    config = CONFIG.model_copy(update={"mode": "sparse", "guard": "auto", "guard_shadows": 1})
+    with hf.attach(model, tmp_path, Told(), config=config) as engine:
+        engine.generate(prompts(200), max_new_tokens=1)
+        engine.flush()
+        for _ in range(3):
+            engine.generate(ids, max_new_tokens=1)
+            engine.flush()
+            engine._auditor.drain()
+    assert TOLD and all(TOLD)
+
+
 @pytest.mark.parametrize(
     ("policy", "error", "named"),
     [
         ("sparse", BadInput, "policy: want a policy .* got str"),
         (Paper, BadInput, "policy: want a policy .* got the class Paper"),
         (object(), BadInput, "policy: want a policy .* got object"),
+        (SimpleNamespace(probe=None), BadInput, "has no name and no needs_suffix_lse"),
         (Quality(probe="int9-v1"), impress.ImpressError, "int9-v1"),
         (Quality(max_bytes=100), BadInput, "under one window"),
         (Quality(probe="heads3-v1"), BadInput, "does not look at every token of every KV head"),

@@ -23,8 +23,10 @@ from impress.cache.chunks import ChunkCache
 from impress.engines.hf_prefix import find_prefix
 from impress.policy import Exact, Policy, Random
 from impress.read import load as loads
+from impress.read.begun import Begun
 from impress.read.climb import Climbs
 from impress.read.early import Early
+from impress.read.load import Load
 from impress.read.reading import Reading
 from impress.read.session import Session
 from impress.read.tickets import nothing
@@ -719,6 +721,38 @@ def test_an_open_that_fails_on_the_way_lets_go_of_its_index(
         patched.setattr(impress.write.index, "check_sound", refused)
         Index(Shard(store.path).index, create=False)
     assert env.envs == before
+
+
+@pytest.mark.parametrize("where", [
+    (Load, "abandon"), (Session, "give_up"), (Session, "_hand_over"), (Begun, "over"),
+])  # fmt: skip
+def test_a_close_that_is_cut_off_twice_is_finished_by_the_next(
+    store: impress.PrefixStore, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
+) -> None:
+    """It counted as closed from the first cut on: copies in memory stayed pinned, and buffers
+    rented, until the process ended."""
+    for _ in range(2):
+        assert_serves(store, TOKENS, len(TOKENS))
+    wait_for_promotions(store)
+    before, n_cuts, real = taken(store), 0, getattr(*where)
+
+    def cut(*args: Any, **named: Any) -> Any:
+        nonlocal n_cuts
+        n_cuts += 1
+        if n_cuts <= 2:
+            raise KeyboardInterrupt
+        return real(*args, **named)
+
+    lease = store.lease(TOKENS)
+    session = lease.session()
+    session.prefetch()
+    monkeypatch.setattr(*where, cut)
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
+    assert n_cuts == 2
+    assert session.close()
+    assert taken(store) == before
+    lease.release()
 
 
 def test_a_guess_that_finds_no_memory_gives_back_what_it_had(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, flip_a_bit, prompt, wait_for_promotions
+from masked_reference import Watched
 
 import impress
 from impress.policy import (
@@ -391,6 +392,9 @@ def test_a_cap_without_room_for_a_window_beside_what_is_read_to_choose_chooses_n
     store = open_store(geometry, probes=probes, dram_bytes=0)
     fill(store)
     k, v = geometry.k_row_bytes, geometry.v_row_bytes
+    with store.lease(prompt(N_TOKENS)) as lease:  # of a policy that asks Quality, as of itself
+        _, lines = retrieve_all(lease, Watched(Quality(max_bytes=64 * (k + v))))
+        assert {line["reason"] for line in lines} == {"no room"}
     read = N_TOKENS * 144 + 64 * (k + v) if probes else N_TOKENS * k + 64 * v
     with store.lease(prompt(N_TOKENS)) as lease:
         with pytest.raises(impress.BadInput, match="under one window"):

@@ -18,7 +18,6 @@ from impress.quality.ledgers import decoded
 from impress.read.parts import Source, parts_of, source_of
 from impress.read.plan import plan_reads, whole
 from impress.spans.layout import K, V
-from impress.spans.tables import Tables, read_header
 from impress.store import PrefixStore
 from impress.tree.catalog import Held
 from impress.tree.trace import Near, Step, Trace
@@ -172,18 +171,16 @@ def _sources(
     store: PrefixStore, held: Sequence[Held]
 ) -> tuple[list[Source], dict[str, Any] | None]:
     """Held runs with their headers, as a lease would have them; and why one cannot be read."""
-    tables: dict[int, Tables] = {}
     sources: list[Source] = []
     at = 0
     for h in held:
         span = h.record.span_id
-        if span not in tables:
-            try:
-                tables[span] = Tables.of(read_header(store.ssd, h.record))
-            except ReadFailed as err:
-                why = f"span {span} does not read back, or was evicted just now: {err}"
-                return sources, {"span": span, "why": why}
-        sources.append(source_of(h, tables[span], store.geometry, at))
+        # Not on this thread: where the disk hangs, or a signal comes, that would wait for ever.
+        table = store.tables.of([h.record], store.config.read_timeout_s)[span]
+        if isinstance(table, ReadFailed):
+            why = f"span {span} does not read back, or was evicted just now: {table}"
+            return sources, {"span": span, "why": why}
+        sources.append(source_of(h, table, store.geometry, at))
         at += h.count
     return sources, None
 

@@ -268,7 +268,7 @@ class Auditor:
         except Interrupted:
             weighed = None
         except ImpressError as err:
-            if not isinstance(err, PrefixLost):
+            if not isinstance(err, PrefixLost) or err.reason == "expired":
                 self._say(f"guard: no shadow under {watch.policy.name}: {err}")
             weighed = None
         if weighed is None:

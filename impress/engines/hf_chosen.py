@@ -76,9 +76,12 @@ def check_policy(policy: Any, geometry: Geometry, window: int) -> None:
     it is not a policy, or can never be kept to on such rows (check_fits).
     """
     kind = type(policy)
-    if isinstance(policy, type) or not hasattr(policy, "probe"):
+    lacks = [n for n in ("name", "probe", "needs_suffix_lse") if not hasattr(policy, n)]
+    if isinstance(policy, type) or lacks:
         got = f"the class {policy.__name__}" if isinstance(policy, type) else kind.__name__
         meant = ": pass it as config=" if isinstance(policy, Config) else ""
+        if 0 < len(lacks) < 3:
+            meant = f", which has no {' and no '.join(lacks)}"
         raise BadInput(f"policy: want a policy such as impress.Quality(), got {got}{meant}")
     if not isinstance(policy, Exact | KeepAll) and (kind is object or kind not in select.registry):
         raise Unsupported(f"policy {kind.__name__} is not supported by this engine")

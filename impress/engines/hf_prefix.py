@@ -125,7 +125,9 @@ class StoredPrefix:
             lse = suffix_lse_of(query, new_keys, scaling)
         if query.is_cuda:  # else the wait for what is queued there would count as one for reads
             torch.cuda.current_stream(query.device).synchronize()
-        k, v, _ = session.retrieve(layer, query, scaling, lse)
+        # What it does not need it gets in no request, watched or not: it might choose by it.
+        given = lse if session.needs_suffix_lse else None
+        k, v, _ = session.retrieve(layer, query, scaling, given)
         if self.seen is not None and lse is not None and isinstance(session, SparseSession):
             chosen = session.chosen[layer]
             if query.shape[1] > SHADOW_ROWS:  # its estimates also cover rows that are not kept

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+class NoImportance(ImpressError):
+    """Rows of a prefix were given none."""
+
+
 class Importance:
     """One session's importance, read when it is first asked for. Raises MediumError, which
     `retrieve` treats as a loss."""
@@ -39,10 +43,10 @@ class Importance:
         return not np.isnan(self._all()).any()
 
     def of(self, layer: int) -> npt.NDArray[np.float32]:
-        """[n_tokens]: that of a layer. Raises ImpressError where some rows have none."""
+        """[n_tokens]: that of a layer. Raises NoImportance where some rows have none."""
         scores: npt.NDArray[np.float32] = self._all()[layer]
         if np.isnan(scores).any():
-            raise ImpressError(f"{self._policy}: this prefix was stored without importance")
+            raise NoImportance(f"{self._policy}: this prefix was stored without importance")
         return scores
 
     def _all(self) -> npt.NDArray[np.float32]:

@@ -26,7 +26,7 @@ from impress.read.tickets import ended, give_way
 from impress.spans.layout import K, V
 from impress.spans.rows import torch_module
 from impress.tree.leases import Clock
-from impress.types import an_int, check_layer
+from impress.types import an_int, check_layer, layers_of
 from tiers.iopool import Lane
 from tiers.ticket import Ticket
 
@@ -179,7 +179,7 @@ class Session:
         self._looked: list[Looked] = []  # by layers retrieved, for history
         self._layers: list[Line] = []
         self._positions: torch.Tensor | None = None  # of all rows
-        self._closed = False
+        self._closed = self._ended = False
         self.need: Need = "all" if isinstance(policy, Exact) else "some"
 
     @property
@@ -202,9 +202,7 @@ class Session:
             raise ImpressError("session: closed")
         self._lease.check_active()
         n_layers = self._r.geometry.n_layers
-        given: dict[int, Outs | None] = dict.fromkeys(range(n_layers) if layers is None else layers)
-        for layer in given:
-            check_layer(layer, n_layers, "prefetch")
+        given: dict[int, Outs | None] = dict.fromkeys(layers_of(layers, n_layers, "prefetch"))
         if outs is not None:
             if layers is not None:
                 raise BadInput("prefetch: outs are of every layer: give outs, or layers")
@@ -315,11 +313,11 @@ class Session:
         """
         if self._r.forked:
             return True
-        if not self._closed:
+        if not self._ended:
             self._closed = True
             try:
                 self._end()
-            except BaseException:  # Ctrl-C: nobody closes it again
+            except BaseException:  # Ctrl-C: mostly nobody closes it again
                 self._end()
                 raise
         limit_s = self._r.config.read_timeout_s
@@ -335,7 +333,6 @@ class Session:
 
     def _end(self) -> None:
         """All that closing does except waiting. What an exception cut off, the next call does."""
-        self._lease.forget(self)
         self.give_up()
         for load in list(chain.from_iterable(self._given.values())):
             load.give_back()
@@ -345,6 +342,8 @@ class Session:
         self._copied = self._begun.over()
         if self._climbs.leaving:
             self._r.pool.run_here(Lane.PROMOTE, self._climbs.leaving)
+        self._lease.forget(self)  # last: until then its lease's end gives up what is left
+        self._ended = True
 
     def _into(self) -> dict[int, Outs]:
         """By layer under way: the caller's memory that it is read into."""

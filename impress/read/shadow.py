@@ -66,7 +66,8 @@ class ShadowSession(SparseSession):
         try:
             chosen = seen.chosen
             if chosen is None:
-                chosen, found = self._choose(layer, seen.query, seen.scaling, seen.suffix_lse, used)
+                lse = seen.suffix_lse if self.needs_suffix_lse else None
+                chosen, found = self._choose(layer, seen.query, seen.scaling, lse, used)
                 self._keys = found if found is not None else keys
             if chosen.positions is None or len(chosen.positions) == self.n_tokens:
                 return None

@@ -21,7 +21,7 @@ from impress.errors import BadInput, ImpressError
 from impress.policy import Exact, KeepAll, Policy
 from impress.read.access import line_of
 from impress.read.early import Foresight
-from impress.read.importance import Importance
+from impress.read.importance import Importance, NoImportance
 from impress.read.load import Load
 from impress.read.parts import Source, in_position_order, rows_of
 from impress.read.promote import Looked
@@ -40,8 +40,10 @@ from impress.selection.probes import ProbeCodec, codec_of, encoded, fitted
 from impress.spans.layout import K, V
 from impress.spans.params import NONE, Layers
 from impress.spans.rows import host_words
+from impress.types import layers_of
 from tiers.base import Bytes
 from tiers.errors import MediumError
+from tiers.iopool import Lane
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -137,6 +139,7 @@ class SparseSession(Session):
         cannot be read before they are chosen."""
         if outs is not None:
             raise BadInput(f"prefetch: policy {self.policy.name} chooses how many rows there are")
+        layers_of(layers, self._r.geometry.n_layers, "prefetch")
         if self._closed:
             raise ImpressError("session: closed")
         self._lease.check_active()
@@ -287,7 +290,13 @@ class SparseSession(Session):
             self.chosen,
             self._from_keys,
         )
-        selection = checked(select(self.policy, asked), self.n_tokens, self.policy.name)
+        try:
+            wanted = select(self.policy, asked)
+        except NoImportance:  # the engines ask before, of those policies that they know
+            if self._lane is not Lane.DEMAND:
+                raise
+            wanted = whole("no importance", fell_back=True)
+        selection = checked(wanted, self.n_tokens, self.policy.name)
         self.chosen[layer] = selection
         return selection, found[0] if found else None
 

@@ -155,6 +155,8 @@ def _(policy: Paper, asked: Asked) -> Selection:
 @select.register
 def _(policy: Quality, asked: Asked) -> Selection:
     query, suffix_lse = _seen(asked)
+    if not leaves_room(policy, asked):  # under a policy that asks this one: a session asks before
+        return whole("no room", fell_back=True)
     columns = column_sums(_scorer(asked), query, suffix_lse)
     seen = (asked.geometry.n_heads, asked.n_tokens)
     if columns.shape != seen:  # a column is one token's, and the bound covers every head

@@ -303,8 +303,9 @@ class _Verification:
         """The header, when it is sound and says what the index says."""
         segment = record.meta.segment
         raw = aligned(record.meta.length)[: record.meta.length]
-        try:
-            self._ssd.read([Read(Slot((record.meta,)), 0, raw, None, round_up(len(raw)))])
+        read = Read(Slot((record.meta,)), 0, raw, None, round_up(len(raw)))
+        try:  # not on this thread: if the disk hangs, or a signal comes, that waits for ever
+            self._settled(self._pool.submit(Lane.DEMAND, [lambda: self._ssd.read([read])]), 0)
             header = decode_header(raw, record.meta)
         except (FormatError, MediumError, ValueError, struct.error) as err:
             _check_medium(err)

@@ -277,7 +277,7 @@ def test_answers_are_the_transformers_engines_at_the_same_selection(
     assert tokens(exact) == asked.answers["exact"]
     side = served.scheduler.connector.scheduler
     for named, (_, policy) in POLICIES.items():
-        side._settings = vllm_settings.Settings.of(
+        side._hits._settings = vllm_settings.Settings.of(
             {"store": "unused", "policy": policy, "cross_engine": True}
         )
         answers = served.ask(asked.prompts, n=N_NEW)
