@@ -1917,7 +1917,11 @@ def test_what_is_no_policy_is_told_what_one_is(tmp_path, policy, got):
 
 def test_a_policy_that_nothing_serves_is_refused_by_name(tmp_path):
     with pytest.raises(Unsupported, match="policy SimpleNamespace is not supported"):
-        attach(tiny(), tmp_path, policy=SimpleNamespace(name="mine", probe=None))
+        attach(
+            tiny(),
+            tmp_path,
+            policy=SimpleNamespace(name="mine", probe=None, needs_suffix_lse=False),
+        )
 
 
 def test_training_mode_autocast_and_other_attention_are_refused(tmp_path):
