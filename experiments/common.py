@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from impress.errors import ImpressError
 from impress.report import write_report
-from impress.terminal import Out
+from impress.terminal import Out, stdout_width
 
 Row = dict[str, Any]
 
@@ -187,13 +186,4 @@ def _cell(value: Any) -> str:
 
 
 #: It prints text as it is: nothing in a path or a trace's line is taken as markup.
-_WIDTH: Final = None if sys.stdout is not None and sys.stdout.isatty() else 120
-
-
-class _Console(Out):
-    def on_broken_pipe(self) -> None:
-        """The reader has seen enough: the end, with status 1."""
-        Console.on_broken_pipe(self)
-
-
-console = _Console(width=_WIDTH, highlight=False, markup=False, emoji=False)
+console = Out(width=stdout_width(120), highlight=False, markup=False, emoji=False)

@@ -34,11 +34,18 @@ def as_tokens(token_ids: Sequence[int] | npt.NDArray[np.integer] | object) -> To
         raise BadInput(f"token_ids: {err}") from None
     if array.ndim != 1 or array.size == 0:
         raise BadInput(f"token_ids: want a non-empty list or 1-d array, got shape {array.shape}")
+    if array.dtype.kind not in "iu" and _are_large(token_ids):
+        raise BadInput("token_ids: an id is outside 0..2147483647")
     if array.dtype.kind not in "iu":
         raise BadInput(f"token_ids: want integers, got {array.dtype}")
     if int(array.min()) < 0 or (array.dtype.itemsize >= 4 and int(array.max()) >= 1 << 31):
         raise BadInput("token_ids: an id is outside 0..2147483647")
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _are_large(token_ids: object) -> bool:
+    """Whether it is a list of integers, of which NumPy makes others where one is too large."""
+    return isinstance(token_ids, list) and all(type(each) is int for each in token_ids)
 
 
 def namespace_digest(namespace: str | bytes) -> bytes:

@@ -22,12 +22,13 @@ if os.environ.get("COLUMNS") == "0":  # not known: rich would print nothing, not
     del os.environ["COLUMNS"]
 
 
+def stdout_width(piped: int) -> int | None:
+    """None: a terminal's own; a pipe has none."""
+    return None if sys.stdout is not None and sys.stdout.isatty() else piped
+
+
 class Out(Console):
     """A console for stdout."""
-
-    def on_broken_pipe(self) -> None:
-        """The reader has seen enough: the exit status says so, which rich would make 1."""
-        raise BrokenPipeError
 
     def print(self, *objects: Any, **how: Any) -> None:
         """An error says that it is stdout's: else it would pass for another file's."""
@@ -40,9 +41,14 @@ class Out(Console):
             raise
 
 
-_WIDTH: Final = None if sys.stdout is not None and sys.stdout.isatty() else 110  # a pipe has none
+class _Out(Out):
+    def on_broken_pipe(self) -> None:
+        """The reader has seen enough: the exit status says so, which rich would make 1."""
+        raise BrokenPipeError
+
+
 #: Tables and answers. No emoji: a name with ":key:" in it is asked for as it is spelt.
-out: Final = Out(highlight=False, emoji=False, width=_WIDTH)
+out: Final = _Out(highlight=False, emoji=False, width=stdout_width(110))
 #: Progress bars and errors, so that stdout stays what was asked for.
 err: Final = Console(stderr=True, highlight=False, emoji=False)
 

@@ -1368,6 +1368,22 @@ def test_what_computes_otherwise_over_the_same_tensors_is_noticed(tmp_path, chan
         assert engine.store.stats()["spans"] == 1
 
 
+def assert_notices(model, path, change, said):
+    """After a change a model gets no hit, and stores nothing."""
+    ids = prompts(200)
+    with attach(model, path) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        engine.generate(ids, max_new_tokens=1)
+        assert engine.last_request.hit_tokens == 192
+        change()
+        for tokens in (ids, prompts(210, seed=5)):
+            with pytest.raises(StoreMismatch, match=said):
+                engine.generate(tokens, max_new_tokens=1)
+        engine.flush()
+        assert engine.store.stats()["spans"] == 1
+
+
 @dataclass
 class Control:
     vector: torch.Tensor | None = None
@@ -1415,17 +1431,8 @@ def test_what_a_foreign_module_keeps_in_plain_attributes_is_another_model(tmp_pa
         return model
 
     ids, model = prompts(200), steered()
-    with attach(model, tmp_path) as engine:
-        engine.generate(ids, max_new_tokens=1)
-        engine.flush()
-        engine.generate(ids, max_new_tokens=1)
-        assert engine.last_request.hit_tokens == 192
-        change(model.model.layers[0])
-        for tokens in (ids, prompts(210, seed=5)):
-            with pytest.raises(StoreMismatch, match=r"layers\.0 .*Controlled.* keeps .* changed"):
-                engine.generate(tokens, max_new_tokens=1)
-        engine.flush()
-        assert engine.store.stats()["spans"] == 1
+    said = r"layers\.0 .*Controlled.* keeps .* changed"
+    assert_notices(model, tmp_path, lambda: change(model.model.layers[0]), said)
     for again, hit in ((model, 0), (steered(), 192)):
         with attach(again, tmp_path) as engine:
             engine.generate(ids, max_new_tokens=1)
@@ -1461,17 +1468,9 @@ def test_what_a_foreign_module_finds_in_a_class_or_the_config_is_another_model(
         return model
 
     ids, model = prompts(200), steered()
-    with attach(model, tmp_path) as engine:
-        engine.generate(ids, max_new_tokens=1)
-        engine.flush()
-        engine.generate(ids, max_new_tokens=1)
-        assert engine.last_request.hit_tokens == 192
-        monkeypatch.setattr(model.config if where == "config" else where, name, 2.5)
-        for tokens in (ids, prompts(210, seed=5)):
-            with pytest.raises(StoreMismatch, match=r"changed since attach"):
-                engine.generate(tokens, max_new_tokens=1)
-        engine.flush()
-        assert engine.store.stats()["spans"] == 1
+    owner = model.config if where == "config" else where
+    change = functools.partial(monkeypatch.setattr, owner, name, 2.5)
+    assert_notices(model, tmp_path, change, "changed since attach")
     with attach(model, tmp_path) as engine:
         engine.generate(ids, max_new_tokens=1)
         assert engine.last_request.hit_tokens == 0

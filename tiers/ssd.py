@@ -137,8 +137,7 @@ class SsdTier:
         with self._lock:
             if n_bytes <= self._space.largest:
                 return True
-            limit, next_total = self._limit_bytes, self._space.total_bytes + self.segment_bytes
-            return n_bytes <= self.segment_bytes and (limit is None or next_total <= limit)
+            return n_bytes <= self.segment_bytes and self._may_grow()
 
     @property
     def largest_bytes(self) -> int:
@@ -340,12 +339,17 @@ class SsdTier:
             self._local = threading.local()
             self._files.close()
 
+    def _may_grow(self) -> bool:
+        """Whether the limit leaves room for one more segment."""
+        limit = self._limit_bytes
+        return limit is None or self._space.total_bytes + self.segment_bytes <= limit
+
     def _grow(self) -> bool:
         """Make one more segment; False when limit or file system says no. Under `_growing`."""
         sizes, total = self._space.sizes, self._space.total_bytes
         if self._retired:
             return False
-        if self._limit_bytes is not None and total + self.segment_bytes > self._limit_bytes:
+        if not self._may_grow():
             return False
         segment = max(sizes, default=self._files.numbers.start - 1) + 1
         if segment not in self._files.numbers:

@@ -31,9 +31,7 @@ from impress.report import write_json
 from impress.weights import weight_files
 
 #: What a prompt's keys depend on besides the model; no option here asks for these.
-_ASSUMED: Final = {
-    "engine": "transformers", "tenant": "", "tenant_secret": False,
-}  # fmt: skip
+_ASSUMED: Final = {"engine": "transformers", "tenant": "", "tenant_secret": False}
 
 
 def explain(

@@ -73,14 +73,10 @@ def _print_root(row: dict[str, Any], found: dict[str, Any]) -> None:
     )
     _print_stop(row["stop"], found["window"])
     if row["yours"] and not row["windows"] and len(found["found"]) > 1:
-        files = (
-            ""
-            if "request" in found
-            else (
-                "; and so has what is stored of it where Transformers loads other tensors than its "
-                "files have (--query TEXT loads it, and tells)"
-            )
-        )
+        files = ""
+        if "request" not in found:
+            files = "; and so has what is stored of it where Transformers loads other tensors than "
+            files += "its files have (--query TEXT loads it, and tells)"
         say(
             "looked for as the Transformers engine stores it, for no tenant and without a tenant "
             "secret: what vLLM or cross_engine, a tenant or a server with a secret stored of this "

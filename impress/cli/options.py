@@ -210,14 +210,11 @@ def check_json(file: Path | None) -> None:
         raise BadInput(f"--json wants a FILE before {file}, or - for stdout")
     if file.is_dir():
         raise BadInput(f"--json {file}: a directory; name a file, or - for stdout")
-    try:
-        dangles = file.is_symlink() and not file.exists()
-        there = file.resolve() if dangles else in_full(file)
-        if dangles and there.is_symlink():  # Python 3.13 says no more of it
-            raise RuntimeError("it leads to itself")
-        folder = there.parent
-    except (OSError, RuntimeError) as err:  # a link to itself (until Python 3.13), a name too long
-        raise BadInput(f"--json {file}: {getattr(err, 'strerror', None) or err}") from None
+    dangles = file.is_symlink() and not file.exists()
+    there = Path(os.path.realpath(file)) if dangles else in_full(file)
+    if dangles and there.is_symlink():
+        raise BadInput(f"--json {file}: a link that leads to itself; name another file")
+    folder = there.parent
     if not folder.is_dir():
         raise BadInput(f"--json {file}: no such folder")
     into = file.exists() and (file.is_symlink() or not file.is_file())

@@ -293,8 +293,6 @@ def compact(folder: Path) -> None:
         shutil.rmtree(gone)
         sync_path(folder.parent)  # else a power cut could bring back what was erased
     except (lmdb.Error, OSError) as err:
-        if isinstance(err, _DAMAGE):
-            raise StoreFailed(f"index: {_said(folder, err)}; {_REBUILD}") from err
         raise _failed(folder, err) from err
     finally:  # what came to nothing takes no room, least of all on a disk that is full
         shutil.rmtree(draft, ignore_errors=True)
@@ -361,6 +359,8 @@ def _failed(folder: Path, err: Exception) -> StoreFailed:
         said += f"; it maps {MAP_BYTES >> 30} GiB of addresses: raise `ulimit -v`"
     if isinstance(err, lmdb.PanicError):  # after a failed write of its first pages
         said += "; LMDB writes no more in this process: close the store, and open it again"
+    if isinstance(err, _DAMAGE):
+        said += f"; {_REBUILD}"
     return StoreFailed(f"index: {said}")
 
 
