@@ -90,17 +90,24 @@ def test_a_reset_leaves_blocks_alone_that_are_still_to_be_stored(
     assert served.store.lookup(PROMPT) == 256  # by its name from before the reset
 
 
+def with_few_blocks(
+    serve: Serve, prompts: list[list[int]], n: int
+) -> tuple[Served, list[list[int]]]:
+    """An engine of nine blocks, with a store; and the answers that one without gives."""
+    few = {"num_gpu_blocks_override": 10, "max_model_len": 1024}
+    plain = serve(store=False, **few)
+    expected = tokens(plain.ask(prompts, n=n))
+    plain.close()
+    return serve(**few), expected
+
+
 def test_requests_that_ended_give_their_blocks_up_where_running_ones_are_preempted(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They kept their blocks until a slow disk had taken the rows, and running requests were
     preempted over and over for want of blocks that nobody needed."""
-    few = {"num_gpu_blocks_override": 10, "max_model_len": 1024}
     prompts = [words(240, seed=40 + i) for i in range(4)]
-    plain = serve(store=False, **few)
-    expected = [answer.tokens for answer in plain.ask(prompts, n=40)]
-    plain.close()
-    served = serve(**few)
+    served, expected = with_few_blocks(serve, prompts, 40)
     with held_back(served, monkeypatch):
         assert served.ask(prompts[:1], n=40)[0].tokens == expected[0]
         (first,) = {life.request_id for life in served.worker.saver._lives.values()}
@@ -120,12 +127,8 @@ def test_requests_that_ended_give_their_blocks_up_where_none_is_left_to_be_preem
     """Prompts with an answer of one token end in the step that they are computed in: with nobody to
     preempt, those that waited for blocks were served as slowly as the disk took rows."""
     monkeypatch.setattr(scheduling, "_PATIENCE_S", 0.0)
-    few = {"num_gpu_blocks_override": 10, "max_model_len": 1024}
     prompts = [words(240, seed=60 + i) for i in range(8)]
-    plain = serve(store=False, **few)
-    expected = [answer.tokens for answer in plain.ask(prompts, n=1)]
-    plain.close()
-    served = serve(**few)
+    served, expected = with_few_blocks(serve, prompts, 1)
     with held_back(served, monkeypatch):  # no row is taken until all have been answered
         assert [answer.tokens for answer in served.ask(prompts, n=1)] == expected
         assert served.worker.saver.n_skipped >= 1
