@@ -595,8 +595,11 @@ def test_the_byte_cap_holds_and_the_estimate_owns_up() -> None:
         assert got.positions is not None and len(got.positions) == 100
         assert got.reason == "capped" and got.estimated_missing_mass > 0.7
         assert got.missing_mass_worst_head >= got.estimated_missing_mass
-    nothing = select(Quality(0.05, max_bytes=plain.probe_bytes), plain)
-    assert nothing.positions is not None and len(nothing.positions) == 0
+    plain = replace(plain, window=64)
+    for n_rows in (0, 63):  # less than a window: no rows would be an answer without the prefix
+        short = plain.probe_bytes + n_rows * plain.row_bytes
+        nothing = select(Quality(0.05, max_bytes=short), plain)
+        assert nothing.positions is None and nothing.fell_back and nothing.reason == "no room"
     roomy = select(Quality(0.05, max_bytes=plain.probe_bytes + 512 * plain.row_bytes), plain)
     assert roomy.positions is None
 
