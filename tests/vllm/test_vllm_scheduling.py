@@ -35,10 +35,12 @@ def _side(*, mixes_adapters: bool = False) -> SchedulerSide:
     return side
 
 
-def _arrives(side: SchedulerSide, n_tokens: int = N_TOKENS, **given: Any) -> Any:
+def _arrives(
+    side: SchedulerSide, n_tokens: int = N_TOKENS, name: str = "r", **given: Any
+) -> Any:  # fmt: skip
     """A request of `n_tokens` tokens that has arrived."""
     request = _request(
-        request_id="r", kv_transfer_params=None, resumable=False, pooling_params=None,
+        request_id=name, kv_transfer_params=None, resumable=False, pooling_params=None,
         num_tokens=n_tokens, num_prompt_tokens=n_tokens, all_token_ids=list(range(n_tokens)),
         num_computed_tokens=0, num_preemptions=0, num_output_tokens=0,
         skip_reading_prefix_cache=False, block_hashes=[], **given,
@@ -307,15 +309,35 @@ def test_what_was_read_behind_blocks_that_were_lost_is_no_hit() -> None:
     assert side.finish(request, [1, 2, 3])[1] == {"impress": _read(0.04)}
 
 
-@pytest.mark.parametrize("has_blocks", [False, True])
+def test_a_short_prompt_behind_a_long_one_does_not_make_both_wait_for_the_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM admits in order. As there was room for the second, the blocks that ended requests hold
+    were not what all waited for, it seemed: they were not given up."""
+    monkeypatch.setattr(scheduling, "_PATIENCE_S", 0.0)
+    side = _side()
+    side.kv_cache_manager.get_block_ids = lambda request_id: ([],)
+    side.kv_cache_manager.block_pool.get_num_free_blocks = lambda: 3
+    long, _ = _arrives(side, 1024), _arrives(side, 256, name="short")
+    side._held = {"ended": "ended#1.0"}
+    for _ in range(2):
+        side.matched(long, 0)
+        assert side._stalled(_scheduled({}))
+
+
+@pytest.mark.parametrize("asks", [False, True])
 def test_a_paused_request_is_not_short_of_blocks(
-    monkeypatch: pytest.MonkeyPatch, has_blocks: bool
+    monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     """In a pause nothing is scheduled either: what had ended before it was not stored."""
     monkeypatch.setattr(scheduling, "_PATIENCE_S", 0.0)
     side = _side()
-    _arrives(side)
+    request = _arrives(side)
     side._held = {"ended": "ended#1.0"}
-    ids = [1, 2, 3] if has_blocks else []
-    side.kv_cache_manager.get_block_ids = lambda request_id: (ids,)
-    assert side._stalled(_scheduled({})) is not has_blocks
+    side.matched(request, 0)  # before the pause
+    side._stalled(_scheduled({}))
+    if asks:
+        side.matched(request, 0)
+    assert side._stalled(_scheduled({})) is asks
+    side.matched(request, 0)
+    assert not side._stalled(_scheduled({"r": N_TOKENS}))

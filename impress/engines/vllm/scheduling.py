@@ -47,6 +47,7 @@ class SchedulerSide:
         self._ended: list[str] = []
         self._dropped: list[str] = []
         self.saving = False  # the worker reads blocks, or has yet to
+        self._asked = False  # since a plan vLLM has asked for a hit: it wants to admit a request
         self._stalled_s: float | None = None  # since when requests wait for blocks of ended ones
         self._evicting = False  # the store has let go of something, and will again
         self._n_plans = 0
@@ -63,6 +64,7 @@ class SchedulerSide:
 
     def matched(self, request: Any, n_computed: int) -> int:
         """Tokens that can be loaded beyond those in vLLM's own cache. Pure except for a memo."""
+        self._asked = True
         return self._hits.matched(self._tracked[request.request_id], n_computed)
 
     def allocated(self, request: Any, n_external: int) -> None:
@@ -91,7 +93,7 @@ class SchedulerSide:
                 self._preempted(tracked, plan)
                 comes = tracked.request.request_id in output.num_scheduled_tokens
                 short = short or not (comes or self._has_room(tracked.request))  # as after a reset
-        if short or self._stalled(output):  # saves of ended requests go first
+        if self._stalled(output) or short:  # saves of ended requests go first
             plan.given_up += self._held.values()
         for request_id, n_new in output.num_scheduled_tokens.items():
             tracked = self._tracked[request_id]
@@ -154,14 +156,11 @@ class SchedulerSide:
         """Whether nothing has been scheduled for a while, as ended requests hold their blocks: with
         no request to preempt, those that wait would be served as fast as the disk takes rows.
 
-        One that has blocks and is not scheduled is paused, and nobody waits.
+        Of a request that it would admit vLLM asks what is a hit, in every step until there are
+        blocks for it; in a pause, of none.
         """
-        waiting = [tracked.request for tracked in self._tracked.values()]
-        waits = self._held and waiting and not output.total_num_scheduled_tokens
-        ids_of = self.kv_cache_manager.get_block_ids
-        if not waits or any(
-            self._has_room(request) or any(ids_of(request.request_id)) for request in waiting
-        ):
+        asked, self._asked = self._asked, False
+        if not (asked and self._held) or output.total_num_scheduled_tokens:
             self._stalled_s = None
             return False
         now = time.monotonic()
