@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impress.errors import StoreFailed
-from impress.write.env import compact
+from experiments.faults.content import GEOMETRY, NAMESPACE, config, judge, open_store, put
+from impress import PrefixStore
+from impress.errors import FormatError, StoreFailed
+from impress.write.env import MAP_BYTES, compact
 from impress.write.index import Index
 from impress.write.pages import damage_of
 
@@ -135,10 +137,55 @@ def test_a_copy_without_what_was_freed_loses_nothing_behind_a_damaged_key(tmp_pa
     index.close()
 
 
+def test_whoever_may_open_an_index_may_copy_it(tmp_path: Path) -> None:
+    """A copy asked for as many addresses again: beside `ulimit -v` a purge erased the rows, left
+    token ids in the index, and said to raise a limit that was above what it named."""
+    index = Index(tmp_path / "index", create=True)
+    index.commit({span: bytes(9000) for span in range(1, 501)})
+    index.close()
+    script = "import resource, sys; from pathlib import Path; from impress.write.env import compact"
+    script += "; resource.setrlimit(resource.RLIMIT_AS, (96 << 30,) * 2); "
+    script += "compact(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", script, str(tmp_path / "index")]
+    subprocess.run(command, check=True, timeout=60, cwd=ROOT)
+    index = Index(tmp_path / "index", create=False)
+    assert len(dict(index.spans())) == 500
+    assert index._env.info()["map_size"] == MAP_BYTES  # it may grow beyond what the copy had
+    index.close()
+
+
+def test_damage_of_a_writers_own_index_is_not_taken_for_another_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another shard's index was made anew, a writer opened its own once more: of damage that
+    had come to that meanwhile it said it was the other's, and served nothing new of it."""
+    with open_store(tmp_path, shard=1) as theirs:
+        put(theirs, 1)
+        theirs.flush()
+    settings = config(follow_every_s=0)
+    with PrefixStore.open(tmp_path, GEOMETRY, NAMESPACE, settings) as own:
+        put(own, 0)
+        own.flush()
+        compact(tmp_path / "shards/1/index")
+        with open_store(tmp_path, shard=1) as theirs:
+            put(theirs, 2)
+            theirs.flush()
+
+        def damaged(_shared: Any, folder: Path) -> None:
+            if folder == tmp_path / "shards/main/index":
+                raise FormatError("damaged")
+
+        monkeypatch.setattr("impress.write.index.check_sound", damaged)
+        own.follow()
+        assert not judge(own, (0, 1, 2)).missed
+
+
 _FLIPPED = """
 import collections, os, random, shutil, sys
 from pathlib import Path
 
+from experiments.faults.content import GEOMETRY, NAMESPACE, config, judge, open_store, put
+from impress import PrefixStore
 from impress.errors import FormatError
 from impress.upkeep.hanging import index_values
 from impress.write.directory import Shard
@@ -208,6 +255,8 @@ _BY_PAGE = """
 import collections, logging, os, shutil, sys
 from pathlib import Path
 
+import torch  # here once, not in each child
+
 logging.getLogger("impress").setLevel(logging.CRITICAL)
 here = Path(sys.argv[1])
 AT, OTHER = 10, bytes(2)  # of a page: what kind it is
@@ -238,6 +287,8 @@ def by_page(data, look):
 """
 _FILLED = """
 from experiments.faults.content import judge, open_store, put
+from experiments.faults.content import GEOMETRY, NAMESPACE, config, judge, open_store, put
+from impress import PrefixStore
 from impress.errors import FormatError
 
 with open_store(here / "sound") as store:

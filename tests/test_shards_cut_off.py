@@ -27,6 +27,7 @@ from impress.tree.radix import RadixTree
 from impress.tree.waiting import Waiting
 from impress.upkeep.rebuild import rebuild_store
 from impress.write.follow import Follower
+from impress.write.home import Home
 from impress.write.index import Index
 from impress.write.readers import present
 from tiers.files import give_to_owner
@@ -306,7 +307,7 @@ def test_where_what_takes_a_moved_spans_place_cannot_be_read_both_stay(
     for seed in (7, 8):  # the log is overrun
         ready(a, prompt(128, seed))
     with monkeypatch.context() as patch:
-        patch.setattr(Follower, "_own_values", failing_with(impress.StoreFailed("no more readers")))
+        patch.setattr(Home, "_own_values", failing_with(impress.StoreFailed("no more readers")))
         b.follow()
     b.follow()
     b.flush()

@@ -301,9 +301,13 @@ def compact(folder: Path) -> None:
 def _copy(shared: Env, draft: Path) -> None:
     """Every value into a new environment. LMDB's own compacting copy takes pages of large values as
     they are, and behind a value there may be what the page had before: the end of a deleted one."""
+    n_bytes = shared.env.info()["last_pgno"] * shared.env.stat()["psize"]
+    # Addresses for what comes to less than that: whoever may open an index, beside `ulimit -v`, may
+    # copy it.
+    addresses = min(MAP_BYTES, (1 << 30) + 2 * n_bytes)
     with (
         lmdb.open(
-            os.fsencode(draft), map_size=MAP_BYTES, max_dbs=8, mode=0o600, lock=False, sync=False
+            os.fsencode(draft), map_size=addresses, max_dbs=8, mode=0o600, lock=False, sync=False
         ) as env,
         shared.env.begin() as old,
     ):

@@ -24,7 +24,6 @@ from impress.tree.merged import MergedCatalog
 from impress.write.changes import Change
 from impress.write.directory import Shard, shards_of
 from impress.write.env import NothingYet
-from impress.write.index import Index
 from impress.write.neighbours import Neighbour, Unread, spans_in, stamp_of
 from tiers.ssd import SsdTier
 from tiers.threads import Worker
@@ -39,6 +38,7 @@ STOP_S: Final = 10.0
 DROP_EVERY_S: Final = 1.0  # looks at others' files for those that are gone, where nothing changed
 
 _T = TypeVar("_T")
+OwnValues = Iterable[tuple[int, bytes]]
 
 
 class Follower:
@@ -47,11 +47,11 @@ class Follower:
     def __init__(
         self, path: Path, own: Shard | None, catalog: MergedCatalog, ssd: SsdTier, grace_s: float,
         forget: Callable[[int], None], orphaned: Callable[[list[int]], None],
-        own_value: Callable[[int], bytes | None],
+        own_value: Callable[[int], bytes | None], own_values: Callable[[], OwnValues],
     ) -> None:  # fmt: skip
         """`forget`: told of others' spans that nobody here holds; `orphaned`: of own to delete.
 
-        `own_value`: the index value of an own span.
+        `own_value`: the index value of an own span; `own_values`: (id, value) of all.
         `grace_s`: longest that a read takes.
         """
         self._path = path
@@ -62,6 +62,7 @@ class Follower:
         self._forget = forget
         self._orphaned = orphaned
         self._own_value = own_value
+        self._own_values = own_values
         self._turn = threading.Lock()  # held for a whole look; only looks and `close` take it
         self._stop, self._wake = threading.Event(), threading.Event()
         self._thread: Worker | None = None
@@ -347,7 +348,7 @@ class Follower:
         self._gone -= here
         whole = MergedCatalog(self._catalog.window, range(0))
         if new := here - (ids - self._begun):
-            whole.load(chain(self._own_values(), self._theirs()), {})
+            whole.load(chain([*self._own_values()], self._theirs()), {})
         # Only now: where the span that replaces one that is gone cannot be read, both stay.
         self._gone |= ids - here
         if new:
@@ -364,15 +365,6 @@ class Follower:
         for n in self.neighbours.values():
             with suppress(ImpressError):
                 yield from spans_in(n.index, n.shard)
-
-    def _own_values(self) -> Iterable[tuple[int, bytes]]:
-        if self._own is None:
-            return []
-        index = Index(self._own.index, create=False)
-        try:
-            return list(spans_in(index, self._own))
-        finally:
-            index.close()
 
 
 def _is_another(value: bytes | None, kept: bytes | None) -> bool:

@@ -73,7 +73,7 @@ class Home:
         try:
             self.others = Follower(
                 path, shard, self.catalog, self.ssd, config.read_timeout_s, forget,
-                self._orphaned, self._own_value,
+                self._orphaned, self._own_value, lambda: self._own_values([]),
             )  # fmt: skip
         except BaseException:
             self.ssd.close()

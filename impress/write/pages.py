@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 #: Pages looked at together.
 _BLOCK: Final = 2048
+#: Bytes of a file that are read at a time.
+_IN_ORDER: Final = 4 << 20
 #: Looks at a file in which pages may be used again meanwhile.
 _LOOKS: Final = 3
 _MAGIC: Final = 0xBEEFC0DE
@@ -94,6 +96,7 @@ def damage_of(env: Any, data: Path, *, pinned: bool = True) -> str:
     page_bytes, said, before = env.stat()["psize"], "", b""
     fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        _read_in_order(fd)
         with env.begin():
             for _ in range(1 if pinned else _LOOKS):
                 metas = b""
@@ -106,6 +109,14 @@ def damage_of(env: Any, data: Path, *, pinned: bool = True) -> str:
             return said
     finally:
         os.close(fd)
+
+
+def _read_in_order(fd: int) -> None:
+    """So that all of it is in memory, for LMDB, too: an open of 157 MiB of which nothing was took
+    0.4 s, and 2.2 to 3.5 page by page."""
+    some = bytearray(_IN_ORDER)
+    while os.readv(fd, [some]):
+        pass
 
 
 def _damage(fd: int, metas: bytes, page_bytes: int) -> str:
