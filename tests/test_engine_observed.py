@@ -139,6 +139,21 @@ def test_torchs_default_dtype_changes_no_bit(tmp_path, default_dtype, policy, dt
     assert np.array_equal(found[1], found[0])
 
 
+@pytest.mark.parametrize("probe", ["int4-v1", "int3-v1"])
+def test_torchs_default_device_is_not_where_a_hits_rows_are_chosen(tmp_path, probe):
+    """A short question to a model on the host was a RuntimeError, which exact hits answered."""
+    model, ids = tiny("llama"), prompts(197)
+    policy = Quality(0.05, probe=probe)
+    with attach(model, tmp_path, policy=policy) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        want = engine.generate(ids, max_new_tokens=4, policy=policy, **GREEDY)
+        with torch.device("meta"):  # stands for a GPU's
+            got = engine.generate(ids, max_new_tokens=4, policy=policy, **GREEDY)
+        assert engine.last_request.mode == "sparse"
+    assert_same_bits(got, want)
+
+
 def test_the_models_attention_is_back_after_an_error(tmp_path):
     model, ids = tiny("opt"), prompts(100)
 

@@ -489,7 +489,8 @@ def test_the_true_missing_mass_keeps_the_bound_on_sparse_attention(
         assert missing(layer, mean.positions).mean() <= bound * 1.02
         head = select(Quality(bound, per="head", probe=probe), asked(geometry, layer, probe))
         assert head.missing_mass_worst_head <= bound
-        assert missing(layer, head.positions).max() <= bound * 1.25
+        of_worst = 1.25 if probe == "int4-v1" else 1.6
+        assert missing(layer, head.positions).max() <= bound * of_worst
         assert head.n_rows(512) >= mean.n_rows(512) * 0.9
 
 
@@ -563,6 +564,34 @@ def test_a_sketch_owns_up_to_the_keys_it_knows_less_well(
         worst_true.append(left_out.max())
     assert np.mean(true) <= np.mean(told) <= 0.05, (true, told)
     assert np.mean(worst_true) <= np.mean(worst_told), (worst_true, worst_told)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])  # of the weight, that the prefix has
+@pytest.mark.parametrize("channels", [{3: 6}, {3: 8, 40: 5.3}, {3: 9, 40: 7.2, 77: 4}])
+@pytest.mark.parametrize("probe", ["int4-v1", "int3-v1", "int2-v1"])
+def test_a_sketch_owns_up_to_what_it_does_to_channels_in_which_all_keys_are_large(
+    probe: str, channels: dict[int, float], share: float
+) -> None:
+    """Keys of real models have such channels. There they came back smaller, by a sixteenth (int4)
+    to 7 sixteenths: the whole prefix looked lighter beside the new tokens, whose keys are exact.
+    The estimate was .05, the truth .065 (int4) and .13 (int3)."""
+    geometry = Geometry(1, 8, 8, 128, "float32")
+    make = torch.Generator().manual_seed(0)
+    told, true = [], []
+    for seed in range(4):
+        layer = a_layer(geometry, n=1024, q=16, seed=seed)
+        for at, value in channels.items():
+            for keys in (layer["keys"], layer["new"]):
+                keys[..., at] = value + 0.3 * torch.randn(keys.shape[:-1], generator=make)
+            layer["query"][..., at] = 96 / value / len(channels)  # 8.5 of each score, together
+        lse = suffix_lse_of(layer["query"], layer["new"], layer["scaling"])
+        scores = layer["query"] @ layer["keys"].transpose(1, 2) * layer["scaling"]
+        lse += (scores.logsumexp(-1) - lse).mean() + math.log((1 - share) / share)
+        layer["lse"] = lse
+        got = select(Quality(share / 2, probe=probe), asked(geometry, layer, probe))
+        told.append(got.estimated_missing_mass)
+        true.append(missing(layer, got.positions).mean())
+    assert np.mean(true) <= np.mean(told) * 1.02, (true, told)
 
 
 def test_diffuse_attention_loads_everything() -> None:

@@ -113,20 +113,26 @@ def test_codes_come_back_from_their_bytes(bits: int, length: int, n: int, seed: 
 
 
 @given(
-    length=st.integers(1, 40), group=st.sampled_from([8, 32, 64]), scale=st.floats(1e-3, 1e3),
-    seed=st.integers(0, 99),
+    bits=st.sampled_from([2, 3, 4, 8]), length=st.integers(1, 40),
+    group=st.sampled_from([8, 32, 64]), scale=st.floats(1e-3, 1e3), seed=st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=60)
-def test_four_bits_err_by_at_most_half_a_step(
-    length: int, group: int, scale: float, seed: int
+def test_codes_err_by_at_most_half_a_step_and_hardly_at_the_largest_value(
+    bits: int, length: int, group: int, scale: float, seed: int
 ) -> None:
     values = np.random.default_rng(seed).normal(size=(2, length)).astype(np.float32) * scale
-    codes, scales = quantise(values.astype(np.float32), 4, group)
-    back = dequantise(torch.from_numpy(codes), torch.from_numpy(scales), 4, group).numpy()
+    codes, scales = quantise(values.astype(np.float32), bits, group)
+    back = dequantise(torch.from_numpy(codes), torch.from_numpy(scales), bits, group).numpy()
     steps = np.repeat(scales.astype(np.float32), group, axis=1)[:, :length]
-    # A scale below float16's normal range is itself rounded: by this much at the outermost level.
-    rounding = np.where(steps < 2.0**-14, 8 * 2.0**-25, 0.0)
-    assert (np.abs(back - values) <= steps * 0.51 + rounding).all()
+    half = 1 << (bits - 1)
+    # A scale is rounded: by this much at the outermost level, and below float16's normal range.
+    rounding = steps * half * 2.0**-11 + np.where(steps < 2.0**-14, half * 2.0**-25, 0.0)
+    assert (np.abs(back - values) <= steps * 0.501 + rounding).all()
+    for first in range(0, length, group):
+        part = slice(first, first + group)
+        rows = np.arange(2), np.abs(values[:, part]).argmax(axis=1)
+        err = np.abs(back[:, part] - values[:, part])[rows]
+        assert (err <= rounding[:, part][rows]).all()
 
 
 def test_zeros_and_huge_values_stay_finite() -> None:
@@ -180,7 +186,7 @@ def test_heads_of_few_dimensions_score_as_their_codes_say(name: str, dim: int) -
     keys = np.sign(rng.standard_normal((2, 64, dim))).astype(np.float32)
     query = torch.from_numpy(rng.standard_normal((4, 5, dim)).astype(np.float32))
     found = [scored.scores.clone() for scored in codec.score(codec.encode(keys, g), query, g, 1.0)]
-    level = {"int4-v1": 7.5 / 8, "int1-v1": 0.5 * 0.6}[name]  # for keys that are all 1 or −1
+    level = {"int4-v1": 1.0, "int1-v1": 0.5 * 0.6}[name]  # for keys that are all 1 or −1
     want = torch.einsum("hqd,hnd->hqn", query, torch.from_numpy(keys).repeat_interleave(2, 0))
     assert torch.allclose(torch.cat(found), want * level, atol=0.03 * float(want.abs().max()))
 

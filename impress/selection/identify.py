@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 #: Version of the rules: raised by hand when impress's own identifiers, codecs or the arithmetic
 #: under them come to choose other rows for the same settings. Trust is then earned again.
-RULES: Final = 0
+RULES: Final = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,8 @@ class _Dots:
         self._parts = take(shape, module.int32).unbind()
         self._floats = self._parts[0].view(module.float32)
         if self._turns:
-            self._identity = module.eye(r, dtype=module.float32)
+            # A caller's torch.set_default_device is not asked.
+            self._identity = module.eye(r, dtype=module.float32, device=self._parts[0].device)
             self._turned = take((r, n), module.float32) if n_parts == 1 else self._second(r, n)
 
     def _second(self, r: int, n: int) -> torch.Tensor:

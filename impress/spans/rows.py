@@ -182,7 +182,8 @@ def as_tensor(data: Bytes, geometry: Geometry, n_rows: int, head_dim: int) -> to
     module = torch_module()
     if not n_rows:  # a selection may be empty; frombuffer refuses zero bytes
         shape = (geometry.n_kv_heads, 0, head_dim)
-        nothing: torch.Tensor = module.empty(shape, dtype=getattr(module, geometry.dtype))
+        dtype = getattr(module, geometry.dtype)
+        nothing: torch.Tensor = module.empty(shape, dtype=dtype, device="cpu")
         return nothing
     heads = geometry.n_kv_heads
     flat = module.frombuffer(data, dtype=getattr(module, geometry.dtype))
