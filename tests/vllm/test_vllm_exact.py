@@ -129,6 +129,19 @@ def test_several_answers_of_one_request_are_one_use(serve: Serve) -> None:
         assert served.store.lookup(prompt) == stored
 
 
+def test_what_any_of_several_answers_read_is_said(serve: Serve) -> None:
+    """vLLM passes on what the last one to end says, and that one had found the first one's blocks
+    in vLLM's own cache: nothing seemed to have been read."""
+    from vllm import SamplingParams
+
+    served = serve()
+    served.ask(QUESTIONS[:1])
+    served.forget()
+    two = SamplingParams(n=2, seed=1, max_tokens=5, ignore_eos=True, detokenize=False)
+    (out,) = served.llm.generate([{"prompt_token_ids": QUESTIONS[0]}], two, use_tqdm=False)
+    assert out.kv_transfer_params["impress"]["hit_tokens"] == len(QUESTIONS[0]) // 128 * 128
+
+
 def test_what_prompts_share_is_stored_once(serve: Serve) -> None:
     served = serve()
     served.ask(QUESTIONS)

@@ -178,6 +178,24 @@ def test_a_pause_forgets_what_is_stored_unless_it_is_told_not_to(
     assert answer.n_cached == (256 if told else 0)
 
 
+def test_requests_that_a_reset_found_waiting_are_stored_under_its_names(serve: Serve) -> None:
+    """In a pause for new weights all that waited, and all that vLLM had preempted for it, was computed
+    afterwards, with these weights, and stored nowhere; nothing said so."""
+    served = serve()
+    engine, core = served.llm.llm_engine, served.core
+    engine.add_request("began", {"prompt_token_ids": PROMPT}, params(5))
+    engine.step()
+    engine.add_request("waits", {"prompt_token_ids": words(200, seed=9)}, params(5))
+    core.pause_scheduler("keep")
+    engine.step()
+    core.resume_scheduler()
+    while engine.has_unfinished_requests():
+        engine.step()
+    served.forget()
+    found = served.ask([PROMPT, words(200, seed=9)])
+    assert [answer.n_cached for answer in found] == [256, 128]
+
+
 def test_a_reset_in_a_pause_that_keeps_requests_must_take_their_blocks(serve: Serve) -> None:
     """docs/VLLM.md said to repeat such a reset until it succeeds, which it never did."""
     served = serve()

@@ -289,6 +289,17 @@ def test_an_answer_is_as_approximate_as_any_of_its_tokens(
     assert side.finish(request, [1, 2, 3])[1] == (said and {"impress": said})
 
 
+def test_several_answers_are_as_approximate_as_any_of_them() -> None:
+    """The last one to end was said to be exact, and so was the first one, which was not."""
+    side = _side()
+    first, second, other = (_arrives(side, name=name) for name in ("0_r", "1_r", "0_s"))
+    side.hear(StepReport(served={"0_r": _read(0.04), "1_r": EXACT, "0_s": EXACT}), ())
+    assert side.finish(first, [1, 2, 3])[1] == {"impress": _read(0.04)}
+    assert side.finish(other, [1, 2, 3])[1] == {"impress": EXACT}
+    assert side.finish(second, [1, 2, 3])[1] == {"impress": _read(0.04)}
+    assert not side._answers
+
+
 def test_what_was_read_behind_blocks_that_were_lost_is_no_hit() -> None:
     """A request that shared a block with one whose load failed was computed again, and so was what
     it had read itself; but its answer said that this was a hit. What an earlier life read stays."""

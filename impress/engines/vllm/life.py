@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
+from impress.engines.vllm.tracked import whole_of
 from impress.write.writer import Writer
 
 
@@ -12,7 +11,7 @@ class Life:
 
     def __init__(self, request_id: str, root: bytes) -> None:
         self.request_id = request_id
-        self.whole = re.sub(r"^\d+_", "", request_id)  # its answers come as 0_ID, 1_ID, …
+        self.whole = whole_of(request_id)
         self.root = root  # of what its prompt begins with (Saver._root)
         self.writer: Writer | None = None
         self.n_asked = 0  # tokens of the prompt last begun

@@ -19,7 +19,7 @@ from impress.engines.vllm.hits import Hits, privatise
 from impress.engines.vllm.settings import Served, Settings
 from impress.engines.vllm.shared import View
 from impress.engines.vllm.step import LoadSpec, SaveSpec, StepPlan, StepReport
-from impress.engines.vllm.tracked import Tracked
+from impress.engines.vllm.tracked import Tracked, both, whole_of
 from impress.engines.vllm.unheard import Unheard, unpublish
 from impress.errors import ImpressError
 from impress.policy import Exact, Policy
@@ -44,6 +44,7 @@ class SchedulerSide:
         self._late: list[SaveSpec] = []  # of requests that have finished
         self._gone: list[list[int]] = []  # blocks of each that finished since the last plan
         self._held: dict[str, str] = {}  # finished -> key; vLLM keeps their blocks until told
+        self._answers: dict[str, dict[str, Any]] = {}  # of requests of which others are to come
         self._ended: list[str] = []
         self._dropped: list[str] = []
         self.saving = False  # the worker reads blocks, or has yet to
@@ -239,7 +240,7 @@ class SchedulerSide:
         if tracked.to_load[1]:
             filled = min(filled, tracked.to_load[0])
         self.kv_cache_manager.evict_blocks(set(block_ids[filled // self._block_size :]))
-        said = {"impress": tracked.said} if tracked.said else None
+        said = {"impress": read} if (read := self._answer(tracked)) else None
         if request.num_preemptions != tracked.n_preempted:
             self._dropped.append(tracked.key)  # it holds no blocks any more
             unpublish(tracked, self._block_size, self.kv_cache_manager)
@@ -249,6 +250,17 @@ class SchedulerSide:
         if tracked.handed:  # even if refused or lost by now: what was handed over is still read
             self._held[request.request_id] = tracked.key
         return tracked.handed, said
+
+    def _answer(self, tracked: Tracked) -> dict[str, Any]:
+        """What its answer says was read. Of several answers of one request vLLM passes on what the
+        last one to end says: so each also says it of those that ended before it."""
+        name = tracked.request.request_id
+        if (whole := whole_of(name)) == name:
+            return tracked.said
+        said = self._answers[whole] = both(self._answers.get(whole, {}), tracked.said)
+        if not any(whole_of(other) == whole for other in self._tracked):
+            del self._answers[whole]
+        return said
 
     def _save_late(self, tracked: Tracked, block_ids: list[int]) -> None:
         """Hand over the whole windows of a request that ends, its answer's included."""
@@ -326,8 +338,9 @@ class SchedulerSide:
         What is stored from now on is found by this process only.
         """
         self._hits.reset()
-        for tracked in self._tracked.values():
-            tracked.refused = "the cache was reset while it ran"
+        for request_id, tracked in self._tracked.items():
+            if any(self.kv_cache_manager.get_block_ids(request_id)):  # else it has yet to begin
+                tracked.refused = "the cache was reset while it ran"
         self._events.cleared()
 
     def close(self) -> None:

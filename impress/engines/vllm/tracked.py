@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,21 @@ class Tracked:
     @property
     def said(self) -> dict[str, Any]:
         """What the answer says was read: it is as approximate as what any of its tokens saw."""
-        before, now = self.served_before, self.served
-        if not (before and now):
-            return before or now
-        if before["mode"] != now["mode"]:
-            return before if before["mode"] == "sparse" else now
-        if now["mode"] != "sparse":
-            return now
-        known = {name: {before[name], now[name]} - {None} for name in _MASSES}
-        return {**now, **{name: max(masses, default=None) for name, masses in known.items()}}
+        return both(self.served_before, self.served)
+
+
+def both(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What is said of what saw both reads: it is as approximate as either."""
+    if not (before and now):
+        return before or now
+    if before["mode"] != now["mode"]:
+        return before if before["mode"] == "sparse" else now
+    if now["mode"] != "sparse":
+        return now
+    known = {name: {before[name], now[name]} - {None} for name in _MASSES}
+    return {**now, **{name: max(masses, default=None) for name, masses in known.items()}}
+
+
+def whole_of(request_id: str) -> str:
+    """The request that this one answers: several answers of one come as 0_ID, 1_ID, …"""
+    return re.sub(r"^\d+_", "", request_id)
