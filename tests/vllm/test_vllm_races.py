@@ -179,8 +179,8 @@ def test_a_pause_forgets_what_is_stored_unless_it_is_told_not_to(
 
 
 def test_requests_that_a_reset_found_waiting_are_stored_under_its_names(serve: Serve) -> None:
-    """In a pause for new weights all that waited, and all that vLLM had preempted for it, was computed
-    afterwards, with these weights, and stored nowhere; nothing said so."""
+    """In a pause for new weights all that waited, and all that vLLM had preempted for it, was
+    computed afterwards, with these weights, and stored nowhere; nothing said so."""
     served = serve()
     engine, core = served.llm.llm_engine, served.core
     engine.add_request("began", {"prompt_token_ids": PROMPT}, params(5))
