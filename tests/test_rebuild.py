@@ -223,6 +223,31 @@ def test_what_a_short_process_cannot_open_is_not_taken_for_damaged(
     assert rebuild_store(path).spans == 7
 
 
+def test_segments_whose_disk_is_not_mounted_do_not_make_an_empty_index(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """The open said to rebuild, and that put an empty index in the sound one's place: with the disk
+    back all rows were free space, and the next rebuild deleted the sound one."""
+    path = fill(open_store, geometry)
+    segments, away = path / "shards/main/segments", path.with_name("away")
+    segments.rename(away)
+    segments.mkdir()
+    with pytest.raises(impress.FormatError, match="is its disk mounted"):
+        open_store(geometry)
+    done = CliRunner().invoke(app, ["rebuild", "--store", str(path)])
+    assert done.exit_code == 2 and "names 7 spans: mount its disk" in done.stderr
+    segments.rmdir()
+    away.rename(segments)
+    with open_store(geometry) as store:
+        assert_serves(store, longer_prompt(), 384)
+    for segment in segments.iterdir():
+        segment.unlink()
+    with pytest.raises(impress.StoreFailed, match=f"are lost, delete {path}/shards/main$"):
+        rebuild_store(path)
+    shutil.rmtree(path / "shards/main")
+    open_store(geometry).close()
+
+
 def test_a_damaged_index_is_set_aside(open_store: Open, geometry: impress.Geometry) -> None:
     path = fill(open_store, geometry)
     data = path / "shards/main/index/data.mdb"

@@ -152,7 +152,9 @@ def test_a_segment_that_is_gone_is_called_so(open_store: Open, geometry: impress
     """An open for writing said "two spans claim the same space" of a store with one span."""
     path = two_shards(open_store, geometry, 0)
     (path / "shards/main/segments/00000000.seg").unlink()
-    with pytest.raises(impress.FormatError, match=r"do not agree \(segment 0 is missing\)"):
+    with pytest.raises(
+        impress.FormatError, match=r"do not agree \(segment 0 is missing: is its disk"
+    ):
         open_store(geometry)
 
 

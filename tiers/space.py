@@ -122,7 +122,7 @@ class Space:
         by_segment: dict[int, list[tuple[int, int]]] = {segment: [] for segment in self.sizes}
         for segment, off, length in extents:
             if segment not in by_segment:
-                raise ValueError(f"segment {segment} is missing")
+                raise ValueError(f"segment {segment} is missing: is its disk mounted?")
             by_segment[segment].append((off, length))
         self.free_bytes = 0
         for segment, taken in by_segment.items():

@@ -12,8 +12,6 @@ is left out, and noted in the new one, as is what is spent of the day's writes.
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,6 +21,7 @@ from typing import Final
 from impress.errors import FormatError, StoreFailed, StoreLocked
 from impress.spans.format import SpanHeader, decode_extents, encode_index
 from impress.spans.records import wrong_record
+from impress.upkeep.asked import asked
 from impress.upkeep.scan import Progress, Rebuilt, scan
 from impress.write.directory import (
     IDENTITY,
@@ -51,23 +50,6 @@ _READ_BYTES: Final = 32 << 20  # of rows, read and summed together
 _THREADS: Final = 8
 _TIMEOUT_S: Final = 600.0
 _BATCH: Final = 1024  # spans a transaction
-#: Prints what an index notes of spans to be erased; only then, as the list counts more, what it
-#: says of the day's writes (impress.write.budget). Run in a process of its own: LMDB answers some
-#: damage by ending it.
-_ASK: Final = """
-import lmdb, os, sys
-print("asks", flush=True)
-with lmdb.open(os.fsencode(sys.argv[1]), max_dbs=2, readonly=True, lock=False) as env:
-    try:
-        with env.begin(db=env.open_db(b"erase", create=False)) as txn:
-            for span, note in txn.cursor():
-                print(span.hex(), note.hex())
-    except lmdb.NotFoundError:  # written before there was a list
-        pass
-    print("wear", flush=True)
-    with env.begin(db=env.open_db(b"history", create=False)) as txn:
-        print((txn.get(b"wear") or b"").hex())
-"""
 _Name = int | tuple[bytes, bytes]  # what only one span may have: an id; keys before and after
 
 
@@ -142,7 +124,12 @@ def _rebuild(
 ) -> None:
     """One shard, locked; adds what it holds to `found`. Raises MediumError, StoreFailed."""
     headers = list(scan(shard.segments, found, say))
-    notes, wear = _asked(shard, found)
+    notes, wear, n_spans = asked(shard, found)
+    if n_spans and not segment_paths(shard.segments):  # else all that it held would be free space
+        raise StoreFailed(
+            f"{shard.segments} is empty, but the index beside it names {n_spans} spans: mount its "
+            f"disk, or if its files are lost, delete {shard.path}"
+        )
     ours = _ours(headers, identity, shard, found)
     sound = _resolved(_spared(ours, notes, found), shard, found, say)
     found.spans += len(sound)
@@ -179,39 +166,6 @@ def _identity(
     if not dry_run:
         restore_identity(path, identity)
     return identity
-
-
-def _asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes]:
-    """What the old index notes of spans that are to be erased, and says of the day's writes.
-
-    Notes in `found` where the first cannot be read; the second is then empty.
-    """
-    if not (old := shard.index).exists():  # one that was set aside knows of no purge since
-        found.notes.append(
-            f"there is no index of shard {shard.name} to ask what was still to be erased; where a "
-            "purge was cut off, purge again"
-        )
-        return {}, b""
-    command = [sys.executable, "-P", "-c", _ASK, str(old)]  # -P: no lmdb.py of the current folder
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not done.stdout.startswith("asks\n"):  # that says nothing about the index
-        why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise StoreFailed(f"{old}: could not be asked what is still to be erased: {why}")
-    listed, whole, wear = done.stdout.removeprefix("asks\n").partition("wear\n")
-    if not whole:
-        found.notes.append(
-            f"the index of shard {shard.name} could not be asked what was still to be erased; "
-            "where a purge was cut off, purge again"
-        )
-        return {}, b""
-    lines = [line.split() for line in listed.splitlines()]
-    notes = [line for line in lines if len(line) == 2 and len(line[0]) == 16]
-    if len(notes) < len(lines):
-        found.notes.append(
-            f"the index of shard {shard.name} is damaged where it said what was to be erased; "
-            "where a purge was cut off, purge again"
-        )
-    return {int(span, 16): bytes.fromhex(note) for span, note in notes}, bytes.fromhex(wear)
 
 
 def _spared(

@@ -1,0 +1,68 @@
+"""What a rebuild asks the old index, where that can be read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Final
+
+from impress.errors import StoreFailed
+from impress.upkeep.scan import Rebuilt
+from impress.write.directory import Shard
+
+#: Prints what an index notes of spans to be erased; only then, as the list counts more, what it
+#: says of the day's writes (impress.write.budget), and how many spans it names. Run in a process of
+#: its own: LMDB answers some damage by ending it.
+_ASK: Final = """
+import lmdb, os, sys
+print("asks", flush=True)
+with lmdb.open(os.fsencode(sys.argv[1]), max_dbs=3, readonly=True, lock=False) as env:
+    try:
+        with env.begin(db=env.open_db(b"erase", create=False)) as txn:
+            for span, note in txn.cursor():
+                print(span.hex(), note.hex())
+    except lmdb.NotFoundError:  # written before there was a list
+        pass
+    print("wear", flush=True)
+    with env.begin(db=env.open_db(b"history", create=False)) as txn:
+        print((txn.get(b"wear") or b"").hex(), flush=True)
+    spans = env.open_db(b"spans", create=False)
+    with env.begin() as txn:
+        print("spans", txn.stat(spans)["entries"])
+"""
+
+
+def asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes, int]:
+    """What the old index notes of spans that are to be erased, and says of the day's writes; how
+    many spans it names, 0 where that is not known.
+
+    Notes in `found` where the first cannot be read; the second is then empty.
+    """
+    if not (old := shard.index).exists():  # one that was set aside knows of no purge since
+        found.notes.append(
+            f"there is no index of shard {shard.name} to ask what was still to be erased; where a "
+            "purge was cut off, purge again"
+        )
+        return {}, b"", 0
+    command = [sys.executable, "-P", "-c", _ASK, str(old)]  # -P: no lmdb.py of the current folder
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not done.stdout.startswith("asks\n"):  # that says nothing about the index
+        why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise StoreFailed(f"{old}: could not be asked what is still to be erased: {why}")
+    listed, whole, wear = done.stdout.removeprefix("asks\n").partition("wear\n")
+    if not whole:
+        found.notes.append(
+            f"the index of shard {shard.name} could not be asked what was still to be erased; "
+            "where a purge was cut off, purge again"
+        )
+        return {}, b"", 0
+    lines = [line.split() for line in listed.splitlines()]
+    notes = [line for line in lines if len(line) == 2 and len(line[0]) == 16]
+    if len(notes) < len(lines):
+        found.notes.append(
+            f"the index of shard {shard.name} is damaged where it said what was to be erased; "
+            "where a purge was cut off, purge again"
+        )
+    wear, _, n_spans = wear.partition("spans ")
+    noted = {int(span, 16): bytes.fromhex(note) for span, note in notes}
+    return noted, bytes.fromhex(wear), int(n_spans or 0)
