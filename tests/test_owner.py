@@ -22,6 +22,8 @@ import impress.write.fitting
 import impress.write.reclaim
 from impress.cli import owner
 from impress.errors import StoreFailed
+from impress.upkeep.rebuild import rebuild_store
+from impress.write.env import compact
 
 Open = Callable[..., impress.PrefixStore]
 SERVICE = 65534
@@ -224,12 +226,32 @@ def test_links_to_folders_are_followed(
     with open_store(geometry) as store:
         put_prompt(store, prompt(256)).wait(60)
     main = store.path / "shards/main"
-    for folder in (main / "segments", main / "index", store.path):
+    for folder in (main / "segments", main, store.path):
         there = folder.rename(tmp_path / f"{folder.name} on another disk")
         folder.symlink_to(there)
     with open_store(geometry) as store:
         assert_serves(store, prompt(256), 256)
         assert store.purge() == (1, 0)
+
+
+def test_a_link_in_the_place_of_an_index_is_refused(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path
+) -> None:
+    """It was followed. But a purge deleted what lay beside the folder it led to under the names of
+    its own, a rebuild put the new index beside the link, and from then on neither worked."""
+    with open_store(geometry) as store:
+        put_prompt(store, prompt(256)).wait(60)
+    index, there = store.path / "shards/main/index", tmp_path / "fast"
+    (there / "index.old").mkdir(parents=True)
+    index.rename(there / "index")
+    index.symlink_to(there / "index")
+    for call in (
+        lambda: open_store(geometry), lambda: open_store(geometry, "r"),
+        lambda: compact(index), lambda: rebuild_store(store.path),
+    ):  # fmt: skip
+        with pytest.raises(StoreFailed, match=r"index is a symbolic link.* put the folder itself"):
+            call()
+    assert len([*there.iterdir()]) == 2 and index.is_symlink()
 
 
 @root_only

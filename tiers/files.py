@@ -209,10 +209,10 @@ def open_or_make(path: Path) -> int:
         raise
 
 
-def said_of_link(path: Path) -> str:
+def said_of_link(path: Path, kind: str = "file") -> str:
     """What is wrong with a symbolic link in place of one of a store's files. Pure."""
     return (
-        f"{path.name} is a symbolic link, which is not followed: put the file itself in its place"
+        f"{path.name} is a symbolic link, which is not followed: put the {kind} itself in its place"
     )
 
 

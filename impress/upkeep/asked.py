@@ -9,6 +9,7 @@ from typing import Final
 from impress.errors import StoreFailed
 from impress.upkeep.scan import Rebuilt
 from impress.write.directory import Shard
+from impress.write.env import folder_of
 
 #: Prints what an index notes of spans to be erased; only then, as the list counts more, what it
 #: says of the day's writes (impress.write.budget), and how many spans it names. Run in a process of
@@ -36,9 +37,11 @@ def asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes, int]:
     """What the old index notes of spans that are to be erased, and says of the day's writes; how
     many spans it names, 0 where that is not known.
 
-    Notes in `found` where the first cannot be read; the second is then empty.
+    Notes in `found` where the first cannot be read; the second is then empty. Raises StoreFailed.
     """
-    if not (old := shard.index).exists():  # one that was set aside knows of no purge since
+    if not (
+        old := folder_of(shard.index)
+    ).exists():  # one that was set aside knows of no purge since
         found.notes.append(
             f"there is no index of shard {shard.name} to ask what was still to be erased; where a "
             "purge was cut off, purge again"

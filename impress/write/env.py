@@ -262,6 +262,14 @@ def inode_of(folder: Path) -> int:
         return -1
 
 
+def folder_of(folder: Path) -> Path:
+    """An index's folder, by a path without links. Raises StoreFailed where it is one itself: a
+    purge or a rebuild puts another in its place, and deletes what of its own lies beside it."""
+    if folder.is_symlink():
+        raise StoreFailed(f"index: {folder.parent}: {said_of_link(folder, 'folder')}")
+    return folder.resolve()
+
+
 def compact(folder: Path) -> None:
     """Rewrite the index without what it has freed, and put it in the old one's place.
 
@@ -269,7 +277,7 @@ def compact(folder: Path) -> None:
     writer's lock, with no `Index` of this process open on it. Another process that reads the old
     one goes on with that one. Raises StoreFailed.
     """
-    folder = folder.resolve()
+    folder = folder_of(folder)
     draft, gone = folder.with_name("index.new"), folder.with_name(GONE)
     try:
         for stale in (draft, gone, folder.with_name(OLD)):

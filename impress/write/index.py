@@ -23,6 +23,7 @@ from impress.write.env import (
     close_env,
     commit_failed,
     error_of,
+    folder_of,
     inode_of,
     open_dbs,
     open_env,
@@ -61,7 +62,7 @@ class Index:
     """
 
     def __init__(self, folder: Path, *, create: bool) -> None:
-        self._folder = folder.resolve()
+        self._folder = folder_of(folder)
         self._erased: set[int] = set()  # spans erased and still noted
         self.last_span = 0  # the highest id the log knows to have been given out
         try:
