@@ -46,6 +46,7 @@ from impress.write.budget import DAY_S, WriteBudget
 from impress.write.health import RETRY_S, Health
 from tiers.base import PAGE, Slot
 from tiers.errors import MediumError, ReadFailed
+from tiers.files import punch, shares_blocks
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
 
@@ -1347,11 +1348,14 @@ def test_where_files_are_copied_as_they_are_written_the_table_of_readers_is_not(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a full btrfs the table had no room for its next copy: a running server's next lookup was
-    SIGBUS. Such a file keeps its place if it was told to while empty."""
+    SIGBUS. Nor had segments and the index: the store took no writes any more, and evicted nothing.
+    Such a file keeps its place if it was told to while empty."""
     attributes: dict[int, int] = {}
 
     def ioctl(fd: int, request: int, raw: bytes) -> bytes:
         at = os.fstat(fd)
+        if request == 0xC020660B:
+            raise OSError(errno.ENOTTY, "of which blocks it is made, it does not say")
         if request == 0x80086601:
             return (attributes.get(at.st_ino, 0x40)).to_bytes(8, "little")
         assert request == 0x40086602 and not at.st_size
@@ -1360,10 +1364,97 @@ def test_where_files_are_copied_as_they_are_written_the_table_of_readers_is_not(
 
     monkeypatch.setattr(fcntl, "ioctl", ioctl)
     store = open_store(geometry)
-    table = (store.path / "shards/main/index/lock.mdb").stat()
-    assert attributes == {table.st_ino: 0x40 | 0x00800000}
+    put_prompt(store, prompt(128)).wait(60)
+    main = store.path / "shards/main"
+    kept = [main / "index/lock.mdb", main / "index/data.mdb", *(main / "segments").iterdir()]
+    assert len(kept) == 3
+    assert attributes == {path.stat().st_ino: 0x40 | 0x00800000 for path in kept}
     store.close()
-    open_store(geometry).close()  # a table that is there is left alone
+    open_store(geometry).close()  # what is there is left alone
+
+
+def test_a_copy_with_holes_is_given_its_blocks_back(
+    small_disk: Path, geometry: impress.Geometry, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`rsync -S` leaves zeros out. On a full disk such a store took no writes any more, for as long
+    as there was room by its own account, and evicted nothing."""
+    config = impress.Config(window=WINDOW, segment_bytes=MIB, dram_bytes=0)
+
+    def opened() -> impress.PrefixStore:
+        return impress.PrefixStore.open(small_disk / "store", geometry, "test", config)
+
+    with opened() as store:
+        put_prompt(store, prompt(128)).wait(60)
+    (segment,) = (small_disk / "store/shards/main/segments").iterdir()
+    for is_full in (False, True):
+        with segment.open("r+b") as file:
+            assert punch(file.fileno(), 3 * MIB // 4, MIB // 4)
+        if is_full:
+            with (small_disk / "filler").open("wb", buffering=0) as filler:
+                with pytest.raises(OSError, match="No space left"):
+                    while filler.write(bytes(4096)):
+                        pass
+        with opened() as store:
+            assert_serves(store, prompt(128), 128)
+        assert (segment.stat().st_blocks * 512 == MIB) is not is_full
+        said = f"{segment.name} has holes, and there is no room for its blocks"
+        assert (said in caplog.text) is is_full
+
+
+@pytest.fixture
+def xfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 320 MiB where a copy may share blocks."""
+    where, image = tmp_path / "xfs", tmp_path / "image"
+    where.mkdir()
+    if os.geteuid() or not shutil.which("mkfs.xfs"):
+        pytest.skip("an XFS needs root and mkfs.xfs (package xfsprogs)")
+    with image.open("wb") as file:
+        file.truncate(320 << 20)
+    subprocess.run(["mkfs.xfs", "-q", image], check=True)
+    mounted = subprocess.run(  # noqa: PLW1510
+        ["mount", "-o", "loop", image, where], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no such mounts here: {mounted.stderr.strip()}")
+    yield where
+    subprocess.run(["umount", "-l", where], check=True)
+
+
+def test_a_copy_that_shares_blocks_ends_no_process_on_a_full_disk(
+    xfs: Path, geometry: impress.Geometry
+) -> None:
+    """`cp -a` shares them where it can. The table of readers then had no room for its next write:
+    on a full disk every open, and `impress verify`, ended by SIGBUS."""
+    config = impress.Config(window=WINDOW, segment_bytes=MIB, dram_bytes=0)
+
+    def look() -> int:
+        with impress.PrefixStore.open(xfs / "store", geometry, "test", config) as store:
+            return store.lookup(prompt(128))
+
+    with impress.PrefixStore.open(xfs / "store", geometry, "test", config) as store:
+        put_prompt(store, prompt(128)).wait(60)
+
+    def copied() -> None:
+        shutil.rmtree(xfs / "copy", ignore_errors=True)
+        subprocess.run(["cp", "-a", "--reflink=always", xfs / "store", xfs / "copy"], check=True)
+
+    table = xfs / "store/shards/main/index/lock.mdb"
+    copied()
+    fd = os.open(table, os.O_RDWR)
+    assert shares_blocks(fd)
+    assert look() == 128 and not shares_blocks(fd)  # with room, it gets blocks of its own
+    os.close(fd)
+    copied()
+    with (xfs / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No sp"):
+        while filler.write(bytes(MIB)):
+            pass
+    with (xfs / "last").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
+        while filler.write(bytes(4096)):
+            pass
+    said = said_by_a_child(look)
+    assert said.startswith("StoreFailed: index: ") and said.endswith("No space left on device")
+    shutil.rmtree(xfs / "copy")
+    assert said_by_a_child(look) == "returned"
 
 
 def test_a_store_that_fills_its_file_system_leaves_its_index_room(small_disk: Path) -> None:

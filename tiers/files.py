@@ -25,6 +25,15 @@ MOST_SPARE: Final = 64 << 20
 _GET_FLAGS: Final = 0x80086601
 _SET_FLAGS: Final = 0x40086602
 _NO_COPY: Final = 0x00800000
+#: What a file's blocks are (FS_IOC_FIEMAP): a question, an extent of the answer (where in the file,
+#: bytes, flags), extents asked for at a time.
+_GET_EXTENTS: Final = 0xC020660B
+_EXTENTS: Final = struct.Struct("QQIIII")
+_EXTENT: Final = struct.Struct("Q8xQ16xI12x")
+_N_EXTENTS: Final = 64
+_IS_LAST, _IS_SHARED = 1, 0x2000
+#: Mode of fallocate: blocks shared with another file are replaced by others.
+_UNSHARE: Final = 0x40
 
 
 class Locked(int):
@@ -102,12 +111,34 @@ def punch(fd: int, off: int, n_bytes: int) -> bool:
 
 def give_blocks(fd: int, n_bytes: int) -> None:
     """Make a file n_bytes long at least, blocks taken and content kept, whoever writes meanwhile.
+    Blocks that a copy made by links to them (XFS) has, too, are replaced by others.
 
     Does nothing where the file system takes no blocks ahead. Raises OSError where it is full.
     """
     err = _fallocate(fd, 0, 0, n_bytes)  # not posix_fallocate, which may write bytes instead
+    if shares_blocks(fd):
+        err = _fallocate(fd, _UNSHARE, 0, n_bytes)
     if err in (errno.ENOSPC, errno.EDQUOT):
         raise OSError(err, os.strerror(err))
+
+
+def shares_blocks(fd: int) -> bool:
+    """Whether another file has some of a file's blocks, too: overwriting them takes new ones. False
+    where that cannot be told."""
+    at = 0
+    with suppress(OSError):
+        while True:
+            asked = bytearray(_EXTENTS.pack(at, (1 << 64) - 1 - at, 0, 0, _N_EXTENTS, 0))
+            asked += bytes(_N_EXTENTS * _EXTENT.size)
+            fcntl.ioctl(fd, _GET_EXTENTS, asked)
+            n = _EXTENTS.unpack_from(asked)[3]
+            extents = [*_EXTENT.iter_unpack(asked[_EXTENTS.size :])][:n]
+            if any(flags & _IS_SHARED for *_, flags in extents):
+                return True
+            if not extents or extents[-1][-1] & _IS_LAST:
+                return False
+            at = extents[-1][0] + extents[-1][1]
+    return False
 
 
 def keep_in_place(fd: int) -> None:
@@ -188,6 +219,7 @@ def make_full(path: Path, n_bytes: int, more: int = 0) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         give_to_owner(path)
+        keep_in_place(fd)
         os.posix_fallocate(fd, 0, n_bytes)
         os.fsync(fd)
         sync_path(path.parent)

@@ -14,7 +14,7 @@ from typing import Final
 from tiers.base import Slot
 from tiers.coalesce import locate
 from tiers.errors import read_failed
-from tiers.files import let_open, make_full, segment_paths, size_of
+from tiers.files import give_blocks, let_open, make_full, segment_paths, size_of
 from tiers.queues import SegmentFile
 
 log = logging.getLogger("impress.ssd")
@@ -50,6 +50,8 @@ class SegmentFiles:
                 "one its name back and run impress rebuild, delete a copy", self.folder, n_others,
             )  # fmt: skip
         for path in mine:
+            if not self._read_only:
+                _fill(path)
             yield int(path.stem), size_of(path, kept=not self._read_only)
 
     def join(self, number: int, folder: Path) -> None:
@@ -160,6 +162,25 @@ class SegmentFiles:
                 os.close(self._files.popitem()[1].fd)
             while self._deleted:
                 os.close(self._deleted.pop()[1])
+
+
+def _fill(path: Path) -> None:
+    """Give a segment that was copied with holes (`rsync -S`) its blocks back: else, on a full file
+    system, writes failed where the space account said that there is room, and nothing was evicted.
+    Says so where there is no room for them. Raises OSError."""
+    n_bytes, n_blocks = (at := path.stat()).st_size, at.st_blocks
+    if n_blocks * 512 >= n_bytes:
+        return
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        give_blocks(fd, n_bytes)
+    except OSError as err:
+        log.warning(
+            "ssd: %s has holes, and there is no room for its blocks (%s): what is stored there may "
+            "fail; free %d bytes and open it again", path, err.strerror, n_bytes - n_blocks * 512,
+        )  # fmt: skip
+    finally:
+        os.close(fd)
 
 
 def _vacate(fd: int) -> None:

@@ -28,6 +28,7 @@ from tiers.files import (
     make_folder,
     open_or_make,
     said_of_link,
+    shares_blocks,
     sync_path,
 )
 
@@ -125,6 +126,8 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
                 raise StoreFailed(f"index: {folder}: {said_of_link(data)}")
             if said := unopenable(data, MAP_BYTES):
                 raise FormatError(f"index: {data} is damaged: {said}; {_REBUILD}")
+            if create and inode == -1:
+                _make_data(data)
             writable = create or os.access(data, os.W_OK)
             if writable:
                 writable = _make_table(folder / "lock.mdb", needed=create)
@@ -154,9 +157,20 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
         return shared, key
 
 
+def _make_data(data: Path) -> None:
+    """An empty file for an index, which where files are copied as they are written (btrfs) takes no
+    new blocks for what it overwrites: on a full disk nothing could be evicted. Raises OSError."""
+    fd = open_or_make(data)
+    try:
+        keep_in_place(fd)
+    finally:
+        os.close(fd)
+
+
 def _make_table(path: Path, *, needed: bool) -> bool:
     """LMDB maps its table of readers as a sparse file, and touching a hole on a full disk is
-    SIGBUS; so is touching it again where the file system copies on write. Gives it blocks.
+    SIGBUS; so is touching it again where the file system copies on write, or where a copy of the
+    store was made by links to its blocks. Gives it blocks of its own.
     (Nothing in this process has it open: closing it drops LMDB's lock.) Raises OSError.
 
     False where it is not `needed` and the file system went read-only by itself: nobody writes.
@@ -172,7 +186,8 @@ def _make_table(path: Path, *, needed: bool) -> bool:
             keep_in_place(fd)
         give_blocks(fd, LOCK_BYTES)
     except OSError:
-        if not os.fstat(fd).st_blocks:  # else it has blocks for the slots of the first readers
+        # Else it has blocks for the slots of the first readers.
+        if not os.fstat(fd).st_blocks or shares_blocks(fd):
             raise
     finally:
         os.close(fd)
