@@ -622,6 +622,30 @@ class SsdContract(TierContract):
         assert np.array_equal(out, data) and not tier.direct
         assert sum("refuses O_DIRECT" in message for message in caplog.messages) == 1
 
+    def test_another_folder_that_refuses_direct_io_is_named_and_alone_in_that(
+        self, tier: SsdTier, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        """The log named this one, and this one was read and written buffered from then on."""
+        theirs, real_open = tmp_path / "theirs", os.open
+        data = noise(2 * MIB)
+        with closing(SsdTier(theirs, MIB, None, number=7)) as other:
+            slot = other.reserve(2 * MIB)
+            other.write(slot, 0, data)
+
+        def refusing(path: Any, flags: int, *rest: int) -> int:
+            if flags & os.O_DIRECT and Path(path).parent == theirs:
+                raise OSError(22, "Invalid argument")
+            return real_open(path, flags, *rest)
+
+        monkeypatch.setattr(os, "open", refusing)
+        tier.join(7, theirs)
+        out = np.empty(2 * MIB, dtype=np.uint8)
+        with caplog.at_level(logging.WARNING):
+            tier.read([Read(slot, 0, out, sums_of(data, PAGE), PAGE)])
+        assert np.array_equal(out, data) and tier.direct
+        assert f"{theirs} refuses O_DIRECT" in caplog.text
+
     def test_no_permission_names_the_folder(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")
         with pytest.raises(MediumError, match="file"):

@@ -32,7 +32,8 @@ class SegmentFiles:
         """`number`: this folder's."""
         self.folder = folder
         self.numbers = range(number * SEGMENTS, (number + 1) * SEGMENTS)
-        self.direct = True  # past the page cache, as far as is known
+        self.direct = True  # this folder's files: past the page cache, as far as is known
+        self._buffered: set[Path] = set()  # folders whose file systems refuse that
         self._read_only = read_only
         self._folders = {number: folder}
         self._files: dict[int, SegmentFile] = {}
@@ -89,14 +90,16 @@ class SegmentFiles:
     def _open(self, path: Path) -> int:
         theirs = self._read_only or path.parent != self.folder
         mode = (os.O_RDONLY if theirs else os.O_RDWR) | os.O_CLOEXEC
-        if self.direct:
+        folder = path.parent
+        if folder not in self._buffered:
             try:
                 return os.open(path, mode | os.O_DIRECT)
             except OSError as err:
                 if err.errno != errno.EINVAL:
                     raise
-                self.direct = False
-                log.warning("ssd: %s refuses O_DIRECT; reading and writing buffered", self.folder)
+                self._buffered.add(folder)
+                self.direct &= folder != self.folder
+                log.warning("ssd: %s refuses O_DIRECT; reading and writing buffered", folder)
         return os.open(path, mode)
 
     def make(self, segment: int, n_bytes: int, more: int = 0) -> None:
