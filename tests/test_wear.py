@@ -13,6 +13,7 @@ import signal
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -62,6 +63,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1e9]
     monkeypatch.setattr(impress.write.home, "wall_clock", lambda: now[0])
     monkeypatch.setattr(impress.write.home, "monotonic", lambda: now[0])
+    monkeypatch.setattr(impress.write.home, "boot_clock", lambda: now[0])
     return now
 
 
@@ -787,10 +789,10 @@ def test_a_clock_that_was_behind_for_a_while_gives_no_second_day(limit: int | No
     assert left is not None and left <= 1000 / 10 + 2
 
 
-@pytest.mark.parametrize("behind_days", [3.0, 100.0, 0.5], ids=["suspend", "from 0", "half a day"])
+@pytest.mark.parametrize("behind_days", [3.0, 100.0, 0.5], ids=["days", "from 0", "half a day"])
 def test_time_that_a_process_did_not_see_go_by_is_given_once(behind_days: float) -> None:
-    """It slept for three days, or its clock was set right as it ran: what it spent then was saved
-    as of before, so that a restart a minute later had a day's writes again."""
+    """The wall clock was set right as it ran: what it spent then was saved as of before, so that a
+    restart a minute later had a day's writes again."""
     wall, own = [100 * DAY_S], [(100 - behind_days) * DAY_S]
     asleep = WriteBudget(1000, lambda: own[0], wall=lambda: wall[0])
     assert asleep.allow(1000)
@@ -798,6 +800,32 @@ def test_time_that_a_process_did_not_see_go_by_is_given_once(behind_days: float)
     wall[0] += 60
     left = WriteBudget(1000, lambda: wall[0], saved, lambda: wall[0]).left_bytes
     assert left is not None and left <= 2
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["awake", "restarted"])
+def test_days_that_the_machine_slept_give_their_writes_once(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """A suspend was seen by no clock that fills the budget: what was spent before it was refused
+    for a day after it, and a restart saved all of it as spent just now."""
+    slept, real = [0.0], time.clock_gettime
+
+    def read(which: int) -> float:
+        return real(which) + slept[0] * (which == time.CLOCK_BOOTTIME)
+
+    monkeypatch.setattr(time, "clock_gettime", read)
+    monkeypatch.setattr(impress.write.home, "wall_clock", lambda: time.time() + slept[0])
+    config = {"window": WINDOW, "daily_write_bytes": 20 * MIB}
+    store = open_store(geometry, **config)
+    assert store._home.budget.allow(20 * MIB) and store.stats()["writes_left_bytes"] < MIB
+    slept[0] = 3 * DAY_S
+    if restarted:
+        store.close()
+        store = open_store(geometry, **config)
+    assert store.stats()["writes_left_bytes"] == 20 * MIB
+    assert store._home.budget.allow(20 * MIB)
+    store.close()
+    assert open_store(geometry, **config).stats()["writes_left_bytes"] < MIB
 
 
 @pytest.mark.parametrize("limit", [1000, None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -17,6 +18,11 @@ UNSAVED_BYTES: Final = 256 << 20
 #: Clock: seconds since some moment. Wait: waits so many seconds; True when it is to end at once.
 Clock = Callable[[], float]
 Wait = Callable[[float], bool]
+
+
+def boot_clock() -> float:
+    """Seconds since the machine was started, in a suspend too, where the system counts those."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class Bucket:
@@ -90,7 +96,7 @@ class WriteBudget:
     A bucket that holds a day's bytes and is filled over a day. None: no limit; what is spent is
     counted for the next process, which may have one. `clock`: wall-clock seconds, because what was
     spent before a restart counts: `dump` is handed in again as `saved`. `wall`: what the wall clock
-    says now, where `clock` stands still in a suspend, and while the other is set right.
+    says now, where it was set right while `clock` went on as it had begun.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from impress.stats import Counters
 from impress.tree.catalog import Held, Leave
 from impress.tree.merged import MergedCatalog
 from impress.usage.history import History, budget_of
-from impress.write.budget import WriteBudget
+from impress.write.budget import WriteBudget, boot_clock
 from impress.write.commit import Committer
 from impress.write.directory import Identity, Shard
 from impress.write.env import NothingYet, check_fork
@@ -102,9 +102,9 @@ class Home:
         )  # fmt: skip
         self.ledgers = Ledgers(self._ledger, self.save_history)
         # Wall-clock time, to count across restarts, but not set back or forward while this runs.
-        begun_s = wall_clock() - monotonic()
+        begun_s = wall_clock() - boot_clock()
         self.budget = WriteBudget(
-            config.daily_write_bytes, lambda: begun_s + monotonic(), self.index.wear(), wall_clock
+            config.daily_write_bytes, lambda: begun_s + boot_clock(), self.index.wear(), wall_clock
         )
         self.health = Health(self._path, self._try_writing, monotonic)
         self._superfluous, last_span = self._load()

@@ -69,6 +69,7 @@ class World:
         self.sched.install([m for m in modules if "engines" not in m.__name__], patch)
         patch(impress.write.home, "SsdTier", SimSsd)
         patch(impress.write.home, "wall_clock", self.sched.clock)
+        patch(impress.write.home, "boot_clock", self.sched.clock)
         patch(impress.write.health, "RETRY_S", impress.write.health.RETRY_S)
 
     def _make_prompts(self) -> list[np.ndarray]:
