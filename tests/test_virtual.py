@@ -206,6 +206,25 @@ def test_a_budget_takes_memory_from_idle_slots_first_and_then_refuses():
     buffers.close()
 
 
+def test_a_request_beyond_the_budget_takes_no_memory_and_counts_as_none():
+    """All that was kept for short requests went before a long one was refused all the same, and it
+    was counted among those served here."""
+    buffers = make(2048, batch=3, budget_bytes=3 * make(batch=3).sizes.held_bytes(256))
+    for rental in [buffers.rent(1, 256, 256) for _ in range(3)]:
+        rental.release()
+    before = buffers.usage()
+    assert before.idle_bytes == 3 * buffers.sizes.held_bytes(256) and before.n_rented == 3
+    assert buffers.rent(1, 2048, 2048) is None
+    assert buffers.said.startswith("pooled: budget_bytes")
+    after = buffers.usage()
+    assert (after.idle_bytes, after.n_rented) == (before.idle_bytes, 3)
+    assert (after.n_reused, after.n_fallbacks) == (0, 1)
+    again = buffers.rent(1, 500, 500)  # takes what one other slot had
+    assert again is not None and buffers.usage().n_reused == 1
+    assert buffers.usage().idle_bytes == buffers.sizes.held_bytes(256)
+    buffers.close()
+
+
 @pytest.mark.parametrize("n", range(6))
 def test_a_slot_whose_memory_is_taken_away_by_half_has_none(n, monkeypatch):
     """Ctrl-C left it with rows for which some of its buffers no longer had memory: the next request

@@ -176,7 +176,6 @@ class VirtualBuffers:
                 for i in slots:
                     self._slots[i].renter, self._slots[i].use = rental.number, Use.RENTED
                 rental.room = min(self._slots[i].n_rows for i in slots)
-                self._count(n_rented=1, n_reused=int(reused))
         if first is None:
             taken = f"{batch} neighbouring slots of {self.sizes.batch} are taken"
             self.decline(self._refused or taken)
@@ -185,6 +184,8 @@ class VirtualBuffers:
         if n_rows > rental.room and not self.grow(rental, n_rows, stalls=False):
             rental.release()
             return None
+        with self._lock:
+            self._count(n_rented=1, n_reused=int(reused))
         return rental
 
     def grow(self, rental: Rental, n_rows: int, *, stalls: bool = True) -> bool:
@@ -207,11 +208,12 @@ class VirtualBuffers:
             return f"{n_rows} tokens, {sizes.context} are reserved"
         wanted = sizes.held_bytes(n_rows)
         need = sum(max(0, wanted - sizes.held_bytes(slots[i].n_rows)) for i in rental.slots)
-        if budget is not None and self._held() + need > budget:
+        over = 0 if budget is None else self._held() + need - budget
+        if over > 0:
             self._regain()
-            self._reclaim(self._held() + need - budget, rental.slots)
-            if self._held() + need > budget:
+            if over > self._idle():  # what is kept for other requests would go for nothing
                 return f"budget_bytes is {budget:,}"
+            self._reclaim(over, rental.slots)
         try:
             for i in rental.slots:
                 if n_rows > slots[i].n_rows:
@@ -348,9 +350,7 @@ class VirtualBuffers:
         reserved = 0 if self._refused else self.sizes.total_bytes
         with self._lock:
             held, idle = (n + self._ranges.kept_bytes for n in (self._held(), self._idle()))
-            return replace(
-                self._counts, reserved_bytes=reserved, held_bytes=held, idle_bytes=idle
-            )  # fmt: skip
+            return replace(self._counts, reserved_bytes=reserved, held_bytes=held, idle_bytes=idle)
 
     def settle(self) -> None:
         """Wait until the thread has seen to everything asked so far."""
