@@ -672,6 +672,34 @@ def test_a_store_open_for_reading_is_read_and_left_alone(tmp_path):
         engine.flush()
 
 
+def test_a_request_that_could_not_be_stored_keeps_no_other_from_being_durable(
+    tmp_path, monkeypatch
+):
+    """flush() ended at the first one's MemoryError, as it was: what came after it was not waited
+    for, and who expected an ImpressError had none."""
+    store_rows, failing = StoreQueue._store_rows, [MemoryError()]
+
+    def store(line, job):
+        if failing:
+            raise failing.pop()
+        store_rows(line, job)
+
+    monkeypatch.setattr(StoreQueue, "_store_rows", store)
+    flushed, flush = [], impress.PrefixStore.flush
+    monkeypatch.setattr(
+        impress.PrefixStore, "flush", lambda *args: flush(*args) or flushed.append(args)
+    )
+    with attach(tiny(), tmp_path) as engine:
+        engine.generate(prompts(200), max_new_tokens=2)
+        engine.generate(prompts(200, seed=2), max_new_tokens=2)
+        with pytest.raises(StoreFailed, match="not all of a request is stored: not enough memory"):
+            engine.flush()
+        assert len(flushed) == 1
+        first, second = (prompts(200, seed=seed)[0].numpy() for seed in (1, 2))
+        assert (engine.store.lookup(first), engine.store.lookup(second)) == (0, 192)
+        engine.flush()
+
+
 def test_a_full_line_skips_and_counts_and_frees_what_it_skips(tmp_path):
     with attach(tiny(), tmp_path) as engine:
         line = StoreQueue(engine.store, limit=1, wait_s=0)

@@ -43,7 +43,7 @@ from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
 from impress.engines.hf_output import FirstLogits, PromptOnce, RawLogits, hearing
 from impress.engines.hf_prefix import StoredPrefix, end_early, end_reads, find_prefix, lock_pages
 from impress.engines.hf_request import Request, totals
-from impress.engines.hf_storing import OF_CHOSEN, Outcome, StoreQueue
+from impress.engines.hf_storing import OF_CHOSEN, Outcome, StoreQueue, do_all
 from impress.engines.hf_weights import Weights
 from impress.engines.virtual import Virtual as Virtual  # README names it here
 from impress.errors import BadInput, ImpressError, PrefixLost, StoreMismatch
@@ -233,14 +233,13 @@ class Engine:
         return result
 
     def flush(self) -> None:
-        """Wait until everything generated so far is stored and durable. Raises what failed.
+        """Wait until everything generated so far is stored and durable. Raises what failed, an
+        ImpressError, once all others are.
 
         By then the guard has also weighed what it has to weigh after the answers.
         """
         self._turn.check_process()
-        self._storing.drain()
-        self._auditor.drain()
-        self.store.flush()
+        do_all(self._storing.drain, self._auditor.drain, self.store.flush)
 
     def close(self) -> None:
         """Store what is waiting, end the threads, close the store if `attach` opened it.

@@ -22,7 +22,7 @@ import torch
 
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_models import on_host
-from impress.errors import ImpressError
+from impress.errors import ImpressError, StoreFailed
 from impress.store import PrefixStore
 from impress.write.draft import Stored
 from tiers.errors import MediumError
@@ -75,7 +75,7 @@ class StoreQueue:
         self._wait_s = wait_s
         self._line = Line("impress-store", self._done, limit, self._end)
         self._streams: dict[torch.device, Any] = {}
-        self._failed: Exception | None = None
+        self._failed: ImpressError | None = None
         self._stored: dict[bytes, Stored] = {}  # of the last job, by first window
         self._is_closed = False
         self._back_until_s = 0.0  # requests' own: no layer is begun before
@@ -176,8 +176,9 @@ class StoreQueue:
             with self._beside(job):
                 self._store_rows(job)
         except Exception as err:  # kept for drain(): there is no caller here to tell
-            self._failed = self._failed or err
-            job.outcome.refused = str(err)
+            failed = named(err)
+            self._failed = self._failed or failed
+            job.outcome.refused = str(failed)
         finally:
             job.release()
 
@@ -222,6 +223,35 @@ class StoreQueue:
                 job.outcome.refused = writer.stored.refused
             else:
                 job.outcome.n_new += writer.stored.n_new
+
+
+def named(err: Exception) -> ImpressError:
+    """The error itself, or where nobody raised it on purpose one that says what it was."""
+    if isinstance(err, ImpressError):
+        return err
+    what = str(err) if isinstance(err, MediumError) else f"{type(err).__name__}: {err}"
+    if isinstance(err, MemoryError):
+        what = "not enough memory: raise the process's memory limit, or lower dram_bytes"
+    failed = StoreFailed(f"not all of a request is stored: {what}")
+    failed.__cause__ = err
+    return failed
+
+
+def do_all(*steps: Callable[[], None]) -> None:
+    """Do each step, even after one that fails; but not after Ctrl-C, which ends the wait.
+
+    Raises the first failure, as an ImpressError, and logs the others.
+    """
+    first: ImpressError | None = None
+    for step in steps:
+        try:
+            step()
+        except Exception as err:
+            if first is not None:
+                log.error("flush: %s", err)
+            first = first or named(err)
+    if first is not None:
+        raise first
 
 
 def too_much(cache: RowsCache, others: Sequence[RowsCache]) -> str:
