@@ -29,6 +29,7 @@ from impress.engines.hf_prefix import StoredPrefix, end_reads
 from impress.engines.hf_storing import Job, StoreQueue
 from impress.engines.virtual import Virtual
 from impress.errors import BadInput, PrefixLost, StoreFailed, StoreMismatch, Unsupported
+from impress.policy import Exact, Recency
 from impress.write.writer import Writer
 from tiers.base import PAGE
 from tiers.errors import ReadFailed
@@ -1965,13 +1966,17 @@ def test_training_mode_autocast_and_other_attention_are_refused(tmp_path):
             engine.generate(ids)
 
 
-def in_a_word():
+def in_a_word(*_monkeypatch):
     torch.set_float32_matmul_precision("medium")
 
 
 def of_one_backend():
     """torch then has no word for the precision, and raises when it is asked for one."""
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+def by_the_environment(monkeypatch):
+    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
 
 
 @pytest.mark.parametrize("lower", [in_a_word, of_one_backend])
@@ -1988,6 +1993,26 @@ def test_a_float32_model_whose_products_torch_may_round_is_refused(tmp_path, mon
             other.generate(ids, max_new_tokens=2)
         finally:
             torch.set_float32_matmul_precision("highest")  # what the refusal says
+        engine.generate(ids, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("lower", [in_a_word, by_the_environment])
+def test_float16_whose_scores_would_be_rounded_is_refused_where_rows_are_chosen(
+    tmp_path, monkeypatch, lower
+):
+    """The model multiplies no float32 matrices, but scores are products of such: they were rounded
+    to bfloat16 on the way, and a missing mass was weighed by them."""
+    monkeypatch.setattr(hf_models, "_ANGLES_BY_PRODUCT", False)
+    model, ids = tiny(dtype=torch.float16), prompts(10)
+    with attach(model, tmp_path, policy=Recency(keep=0.5)) as engine:
+        try:
+            lower(monkeypatch)
+            with pytest.raises(Unsupported, match="float16 on a CPU under policy recency"):
+                engine.generate(ids, max_new_tokens=2)
+            engine.generate(ids, max_new_tokens=2, policy=Exact())
+        finally:
+            torch.set_float32_matmul_precision("highest")
+            monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE", raising=False)
         engine.generate(ids, max_new_tokens=2)
 
 

@@ -28,6 +28,7 @@ from impress.engines.buffers import Rental
 from impress.engines.hf_cache import RequestCache, RowsLayer, untraced
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_observed import ATTENTION_NAME as OBSERVED_NAME
+from impress.engines.rounding import fpmath
 from impress.errors import BadInput, ImpressError, Unsupported
 from impress.policy import Exact, KeepAll, Policy, SnapWindow, StaticH2O
 from impress.selection.identify import check_fits, select
@@ -103,6 +104,19 @@ def check_choosing(model: Any, prompt: Prompt, policy: Policy) -> None:
     }.items():
         if hf_models.setting(model, prompt.options, name):
             raise Unsupported(f"{name} under policy {policy.name} is not supported: {why}")
+    if (hf_models.is_rounded() or fpmath()) and _rounds_scores(model, prompt):
+        raise Unsupported(
+            f"float16 on a CPU under policy {policy.name}: torch or oneDNN may round the float32 "
+            "matrices that scores are made of: call torch.set_float32_matmul_precision('highest') "
+            "and unset ONEDNN_DEFAULT_FPMATH_MODE (or DNNL_…)"
+        )
+
+
+def _rounds_scores(model: Any, prompt: Prompt) -> bool:
+    """Whether scores would change where float32 is rounded: a CPU rounds it to bfloat16, of which a
+    score of 149 was .67 off; a GPU to as many bits as float16 has."""
+    is_half = any(tensor.dtype == torch.float16 for tensor in prompt.found.tensors)
+    return is_half and model.device.type == "cpu"
 
 
 class ChosenLayer(RowsLayer):

@@ -248,7 +248,7 @@ _ANGLES_BY_PRODUCT: Final = _VERSION < (5, 19)
 
 def check_rounding(found: Found, device: str) -> None:
     """Raises Unsupported where a torch setting has a model round more than its dtypes say."""
-    if _is_rounded() and _multiplies(found):
+    if is_rounded() and _multiplies(found):
         raise Unsupported(
             "torch may round float32 matrices before it multiplies them, and no key tells that: "
             "call torch.set_float32_matmul_precision('highest')"
@@ -277,7 +277,8 @@ def _multiplies(found: Found) -> bool:
     )
 
 
-def _is_rounded() -> bool:
+def is_rounded() -> bool:
+    """Whether torch may round float32 matrices before it multiplies them."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # it was lowered through torch.backends, for which there is no single name
@@ -370,9 +371,7 @@ def _check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
         raise Unsupported(f"cache_implementation={cache!r} is not supported, only the dynamic one")
 
 
-def _n_new(
-    model: Any, n_tokens: int, max_new_tokens: int | None, kwargs: dict[str, Any]
-) -> int:  # fmt: skip
+def _n_new(model: Any, n_tokens: int, max_new_tokens: int | None, kwargs: dict[str, Any]) -> int:
     """Most new tokens. Adds max_new_tokens to kwargs where the call sets no length."""
     if max_new_tokens is not None:
         kwargs["max_new_tokens"] = max_new_tokens
