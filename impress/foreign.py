@@ -66,13 +66,15 @@ _OF_ANY_CLASS: Final = _OF_ANY_MODEL | {
     "config_class", "_auto_class",
 }  # fmt: skip
 #: Config keys that change without changing one bit of the keys and values (dtype counts by itself),
-#: except the attention kernel: eager and sdpa round differently, and rows of one serve the other.
+#: except the kernels of attention and experts: eager and sdpa round differently, and rows of one
+#: serve the other. An object keeps some under another name than its file (`_output_attentions`).
 VOLATILE: Final = frozenset(
     (
         *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures"),
         *("auto_map", "dtype", "torch_dtype", "use_cache", "return_dict", "max_length"),
         *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
-        *("output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"),
+        *("_experts_implementation_internal", "output_attentions", "_output_attentions"),
+        *("output_hidden_states", "id2label", "label2id", "problem_type"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class"),
     )
 )

@@ -1468,6 +1468,22 @@ def test_what_a_foreign_module_keeps_in_plain_attributes_is_another_model(tmp_pa
             assert engine.last_request.hit_tokens == hit
 
 
+def test_what_of_the_config_changes_no_key_is_no_other_model_beside_a_foreign_module(tmp_path):
+    """Asking for attention weights counted as another model: Transformers keeps that, and the
+    kernel of experts, under names of their own."""
+    ids, model = prompts(200), tiny(attention="eager")
+    model.model.layers[0] = Controlled(model.model.layers[0], model.config).eval()
+    with attach(model, tmp_path) as engine:
+        first = engine.generate(ids, max_new_tokens=2)
+        engine.flush()
+        before = impress.namespace_of(model)
+        model.config.output_attentions = True
+        model.config._experts_implementation = "batched_mm"
+        assert impress.namespace_of(model) == before
+        assert torch.equal(engine.generate(ids, max_new_tokens=2), first)
+        assert engine.last_request.hit_tokens == 192
+
+
 class Tuned(Control):
     """Of its base's name, as where a library's class is made one's own."""
 
