@@ -147,7 +147,7 @@ class PrefixStore:
         home.tidy()
         self._metrics, self.metrics_port = serve_metrics(self.stats, uuid, config.metrics_port)
         if self.writable:  # last: it starts to work
-            busy = partial(bool, self._leases)  # a request is between its lease and its first token
+            busy = self._leases.busy  # a request is between its lease and its first token
             self._repacker = Repacker(home, self._pool, config, self.counters, busy)
         self._writers = [w for w in (self._admission, self._repacker) if w is not None]
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import wait_for_promotions
 from fire import of_fire, under_fire
 from masked_reference import HIT, LOGITS, Watched, model_of, request_ids
 from test_engine_hf import (
@@ -237,6 +238,38 @@ def test_a_policy_that_begins_to_lie_is_sent_back_and_earns_its_way_again(tmp_pa
         for seed in range(N):
             assert ask(engine, seed)[1].mode == "exact"
         assert ask(engine)[1].mode == "sparse"
+
+
+@pytest.mark.parametrize("mode", ["Exact", "exact", "sparse"])
+def test_an_answer_longer_than_the_time_limit_leaks_no_lease(tmp_path, caplog, mode):
+    """What is to be weighed kept its lease behind the first token: of a long answer it was taken
+    back as one that nobody had released, and until then background work stood back for it."""
+    now, leases, store = [1000.0], [], None
+
+    def slow(_ids, scores):  # behind each pass
+        wait_for_promotions(store)
+        store._leases.reap()
+        stats = store.stats()
+        leases.append((store._leases.busy(), stats["leases"], stats["pinned_spans"]))
+        now[0] += 32.0
+        return scores
+
+    policy = Exact() if mode == "Exact" else Liar()
+    options = {"lease_timeout_s": 60.0, "read_timeout_s": 5.0, "guard_shadows": 1}
+    with filled(model_of("llama"), tmp_path, policy, **options) as engine:
+        store = engine.store
+        if mode == "sparse":  # a clean shadow earns that
+            ask(engine)
+        store._leases.clock = lambda: now[0]
+        ask(engine, n_new=4, logits_processor=[slow])
+        assert engine.last_request.mode == mode.lower()
+        kept = int(mode != "Exact")
+        assert leases[0][:2] == (True, 1)
+        assert leases[1:] == [(False, kept, kept), (False, kept, kept), (False, 0, 0)]
+        stats = store.stats()
+        assert (stats["leases"], stats["expired_leases"]) == (0, 0)
+        assert mode == "Exact" or ledger_of(engine)["dropped"] == 1
+    assert "never released" not in caplog.text
 
 
 def test_a_sparse_shadow_weighs_the_answers_own_selection(tmp_path):

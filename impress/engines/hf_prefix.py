@@ -164,8 +164,11 @@ class StoredPrefix:
                 session.give_up()
             ended = [session.close() for session in self._sessions]
         finally:  # Ctrl-C in a wait, too: they would stay pinned until their time limit
-            for lease in () if self._is_lent else self._leases:
-                lease.release()
+            for lease in self._leases:
+                if self._is_lent:  # an answer may be longer than its time limit: that is no leak
+                    lease.is_kept = True
+                else:
+                    lease.release()
         return all(ended)
 
     def passed_by(self) -> None:

@@ -54,6 +54,7 @@ class Lease:
         self.miss_reason = miss_reason
         self.started_s = clock()
         self.active = True
+        self.is_kept = False  # its request has read all, and will only be weighed by it
         self._clock = clock
         self._taken = False  # taken back by the store: nobody released it in time
         self.reading = reading

@@ -17,6 +17,7 @@ class Expirable(Protocol):
     """What a registry needs of a lease."""
 
     started_s: float
+    is_kept: bool
 
     def expire(self) -> bool:
         """Unpin for the holder; False when the holder has done so itself."""
@@ -46,19 +47,23 @@ class Leases:
         with self._lock:
             self._out.pop(lease, None)
 
-    def __len__(self) -> int:
+    def busy(self) -> bool:
+        """Whether any is out that is still read for a request."""
         with self._lock:
-            return len(self._out)
+            return any(not lease.is_kept for lease in self._out)
 
     def reap(self) -> None:
-        """Take back leases that have been out too long. Costs nothing when there are none."""
+        """Take back leases that have been out too long. Costs nothing when there are none.
+
+        Those that are only kept beside their request are not said to be leaks.
+        """
         late: list[Expirable] = []
         with self._lock:
             for lease in self._out:
                 if self.clock() - lease.started_s <= self._limit_s:
                     break
                 late.append(lease)
-        n = sum(lease.expire() for lease in late)
+        n = sum(lease.expire() and not lease.is_kept for lease in late)
         if n:
             log.warning("%d leases were never released; taken back after their time limit", n)
             self._count(n)
