@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import math
+import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import torch
 from conftest import wait_for_promotions
 from fire import of_fire, under_fire
 from masked_reference import HIT, LOGITS, Watched, model_of, request_ids
+from test_config_docs import PAGE
 from test_engine_hf import (
     CONFIG,
     Closing,
@@ -34,7 +36,7 @@ import impress
 from impress.cli.explain import explain
 from impress.demo.lookup import tasks
 from impress.demo.lookup.tasks import TASKS, document, questions
-from impress.engines import hf, hf_audit
+from impress.engines import hf, hf_audit, hf_storing
 from impress.engines.choice import Rates
 from impress.engines.hf_audit import Interrupted, Turn, Watch, weigh
 from impress.engines.hf_prefix import find_prefix
@@ -43,12 +45,15 @@ from impress.policy import AllHeads, Exact, Quality, StaticH2O
 from impress.quality import guard
 from impress.quality.guard import Weighed
 from impress.quality.names import name_of
+from impress.read.reading import MOST_WAITING
 from impress.read.shadow import SHADOW_ROWS, RerunSession
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
 from impress.selection.scores import suffix_lse_of, true_missing_mass
 
 N = 5  # shadows that earn trust here
+#: What docs/CONFIG.md says of memory, in one line.
+PLANNED = " ".join(re.findall(r"\nPlan with (.*?)\n## ", PAGE, re.DOTALL)[0].split())
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -212,6 +217,46 @@ def test_a_request_longer_than_what_is_kept_is_judged_by_its_last_rows(tmp_path,
             engine.flush()
             assert engine.last_request.mode == ("exact" if n < N else "sparse")
         assert ledger_of(engine)["shadows"] == N + 3
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["alone", "guarded"])
+def test_memory_is_planned_for_all_requests_whose_rows_are_held(tmp_path, monkeypatch, watched):
+    """The page spoke of the request that is being read for: on a CPU the rows of those before it,
+    which waited to be stored or weighed, took several times what was planned."""
+    go, stored, weighed, used = threading.Event(), threading.Event(), threading.Event(), []
+
+    def held(real, begun):
+        return lambda *args: begun.set() or (go.wait(60) and real(*args))
+
+    def look(_ids, scores):
+        wait_for_promotions(engine.store)
+        used.append(engine.store.buffers.used_bytes)
+        return scores
+
+    with filled(model_of("llama"), tmp_path, Liar() if watched else Exact()) as engine:
+        assert engine.store.buffers.used_bytes == 0
+        monkeypatch.setattr(
+            hf_storing.StoreQueue, "_store_rows", held(hf_storing.StoreQueue._store_rows, stored)
+        )
+        monkeypatch.setattr(hf_audit.Auditor, "_audit", held(hf_audit.Auditor._audit, weighed))
+        try:
+            for n in range(12):  # first hits with nothing new to store, then misses
+                ids = prompts(200, seed=1 if n < 4 else n)
+                engine.generate(ids, max_new_tokens=1, logits_processor=[look])
+                assert n or not watched or weighed.wait(60)
+                assert n != 4 or stored.wait(60)
+        finally:
+            go.set()
+    n_most = hf_storing._MOST_WAITING + 2 + watched * (hf_audit._MOST_WAITING + 1)
+    assert engine.n_skipped == 12 - 4 - hf_storing._MOST_WAITING - 1
+    one = used[5] - used[4]  # of a miss: it holds nothing that it reads into besides
+    assert max(used) == n_most * one > 0
+    settings, rows = impress.Config(), 8192 * impress.Geometry(32, 32, 8, 128).token_bytes
+    planned = settings.dram_bytes + settings.write_buffer_bytes
+    for n in (1, n_most):
+        n_bytes = planned + 2 * (MOST_WAITING + n * rows)
+        assert f" {n_bytes / 2**30:.1f} GiB" in PLANNED
+    assert f"rows of up to {n_most} requests" in PLANNED
 
 
 # --- watching -------------------------------------------------------------------------------------
