@@ -59,6 +59,12 @@ def namespace_digest(namespace: str | bytes) -> bytes:
     return blake2b(kind + raw, digest_size=KEY_BYTES, person=b"impress-ns").digest()
 
 
+def is_name(name: str, namespace: bytes) -> bool:
+    """Whether a namespace of this digest was given by this name: a header keeps only the beginning
+    of a long one, and an index's has no checksum. Pure."""
+    return bool(name) and namespace_digest(name) == namespace
+
+
 def root_key(
     namespace: bytes, geometry: Geometry, window: int, tenant: str, secret: bytes = b""
 ) -> bytes:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import impress
 import impress.write.reclaim
 from impress.cli.main import app
+from impress.upkeep.rebuild import rebuild_store
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -66,6 +67,52 @@ def test_what_a_purged_namespace_was_called_goes_with_it(
     with open_store(geometry, namespace="customer-x") as store:
         put_prompt(store, prompt(128, 1)).wait(60)
     assert "customer-x" in names_shown(path)
+
+
+def erased_by_what_is_shown(path: Path) -> bool:
+    """Whether the prompt goes with a purge by its namespace's name in inspect."""
+    mark = prompt(256, 1).tobytes()[:256]
+    assert mark in everything_in(path)
+    (name,) = names_shown(path)
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", name])
+    assert done.exit_code == 0 and "1 span erased" in done.stdout, done.output
+    return mark not in everything_in(path)
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "é" * 128 + "e", "e" + "é" * 128])
+def test_a_name_that_a_header_cuts_off_is_no_name_to_purge_by(
+    open_store: Open, geometry: impress.Geometry, name: str
+) -> None:
+    """A rebuild called the namespace by the 256 bytes that a header keeps of it. A purge by that
+    name said "0 spans erased" and ended with 0, and the prompt stayed."""
+    with open_store(geometry, namespace=name) as store:
+        put_prompt(store, prompt(256, 1)).wait(60)
+        path = store.path
+    assert names_shown(path) == [name]
+    rebuild_store(path)
+    assert names_shown(path)[0].startswith("model ")
+    cut = name.encode()[:256].decode(errors="replace")
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", cut])
+    assert done.exit_code == 2 and "is not stored here" in done.stderr
+    assert erased_by_what_is_shown(path)
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+def test_a_name_with_a_flipped_bit_is_no_name_to_purge_by(
+    open_store: Open, geometry: impress.Geometry, bit: int
+) -> None:
+    """LMDB has no checksums. A purge by the name that inspect showed ended with 0 and erased
+    nothing."""
+    with open_store(geometry, namespace="customer-x") as store:
+        put_prompt(store, prompt(256, 1)).wait(60)
+        path = store.path
+    data = path / "shards/main/index/data.mdb"
+    flipped = bytes([b"c"[0] ^ 1 << bit]) + b"ustomer-x"
+    data.write_bytes(data.read_bytes().replace(b"customer-x", flipped))
+    name = flipped.decode(errors="replace")
+    done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", name])
+    assert done.exit_code == 2 and "is not stored here" in done.stderr
+    assert erased_by_what_is_shown(path) and flipped not in everything_in(path)
 
 
 def test_users_who_come_once_leave_nothing_behind(

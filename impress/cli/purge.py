@@ -30,7 +30,7 @@ def purge(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A namespace as inspect shows it: its name, or its digits if it has none.",
+            help="A namespace as inspect shows it: its name, or its digits if none is known.",
         ),
     ] = None,
     tenant: Annotated[
@@ -187,9 +187,11 @@ def _nothing(tenant: str, secret: str | None) -> str:
 
 
 def _stored(store: PrefixStore, shards: list[Shard]) -> set[bytes]:
-    """Digests of all namespaces: from names and parameters even where all spans are gone."""
-    there = {record.namespace for record in store.catalog.records()}
-    there |= {namespace_digest(name) for name in store.names().values() if name}
+    """Digests of all namespaces: from names and parameters even where all spans are gone. Where
+    they are not, a span says whose its root is, and a name may be damaged."""
+    known = {record.root: record.namespace for record in store.catalog.records()}
+    there, names = {*known.values()}, store.names()
+    there |= {namespace_digest(name) for root, name in names.items() if name and root not in known}
     for shard in shards:
         there |= Params(shard.params, write=False).namespaces()
     return there

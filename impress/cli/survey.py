@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from impress.blockhash import Tokens, as_tokens, key_after, labels_of
+from impress.blockhash import Tokens, as_tokens, is_name, key_after, labels_of
 from impress.cli.options import text_of
 from impress.config import Config
 from impress.errors import BadInput, FormatError
@@ -92,8 +92,9 @@ def survey(store: PrefixStore, identity: Identity) -> dict[str, Any]:
 
 
 def called(namespace: bytes, name: str) -> str:
-    """What a namespace is shown as: one that an engine derives from the model has no name."""
-    return name or f"model {namespace.hex()[:12]}"
+    """What a namespace is shown as, and purged by: one that an engine derives from the model has no
+    name, and one that was cut off in a header, or damaged in an index, is not its own. Pure."""
+    return name if is_name(name, namespace) else f"model {namespace.hex()[:12]}"
 
 
 def known_of(store: PrefixStore, span: int) -> tuple[float | None, float | None]:

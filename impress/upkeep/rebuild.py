@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from impress.blockhash import is_name
 from impress.errors import FormatError, StoreFailed, StoreLocked
 from impress.spans.format import SpanHeader, decode_extents, encode_index
 from impress.spans.records import wrong_record
@@ -314,7 +315,6 @@ def _install(
 ) -> None:
     """Make a new index beside the old one, then put it in its place. A crash leaves one of the two,
     and whoever locks the shard next puts the new one there if the old one is not (Shard.lock).
-
     `last`: the highest id found, whatever became of it. `wear`: the old index's, where known.
     """
     draft, made, aside = shard.path / "index.new", shard.path / MADE, shard.path / OLD
@@ -325,7 +325,7 @@ def _install(
             ordered = sorted(headers, key=lambda h: h.record.span_id)
             for at in range(0, len(ordered), _BATCH):
                 part = ordered[at : at + _BATCH]
-                names = {h.record.root: h.name for h in part if h.name}
+                names = {h.record.root: h.name for h in part if is_name(h.name, h.record.namespace)}
                 puts = {h.record.span_id: encode_index(h.record) for h in part}
                 index.commit(puts, names=names)
             index.carry(notes, last, wear)
