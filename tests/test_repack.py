@@ -176,6 +176,28 @@ def test_what_one_request_alone_chose_is_no_order(
     assert store.repack().moved == 1
 
 
+def test_importance_that_is_known_is_used_though_one_request_has_chosen(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Rows that arrived in parts lay in position order, and their importance was used until the
+    first request chose: then the span was left out, as if nothing were known of it."""
+    store = open_store(geometry)
+    tokens, keys, values = prompt(256), *kv_of(prompt(256), geometry)
+    with store.writer(tokens) as writer:
+        for layer, scores in enumerate(scores_of(geometry.n_layers, 256)):
+            for rows in (slice(0, 128), slice(128, 256)):
+                k, v = keys[layer][:, rows], values[layer][:, rows]
+                writer.put(layer, rows.start, k, v, scores[rows])
+    assert writer.stored.wait(60)
+    (record,) = store.catalog.records()
+    assert read_header(store.ssd, record).order is None
+    look(store, tokens, times=1)
+    assert [span.outcome for span in store.repack(dry_run=True).spans] == ["would move"]
+    assert store.repack().moved == 1
+    assert [span.outcome for span in store.repack().spans] == ["lies well"]
+    assert_serves(store, tokens, 256)
+
+
 def test_what_one_request_alone_chose_is_no_order_where_others_chose_elsewhere() -> None:
     """As soon as one window had two decisions, single ones ordered all others."""
     rng, known = np.random.default_rng(4), Remembered.empty(1, 4, WINDOW)

@@ -45,10 +45,10 @@ def repack(
     """Reorder the rows of stored spans by how often requests chose them.
 
     A span is copied in its new order, and the copy takes its place once it is whole: nothing stored
-    is edited, and an interruption leaves the old one. Spans about which nothing is known, neither
-    choices nor importance, are left out. A shard that is open for writing elsewhere is named and
-    left alone. One that fails (its index is damaged, say) is named with the reason, and the others
-    are done.
+    is edited, and an interruption leaves the old one. Spans of which neither importance nor the
+    choices of two requests are known are left out: nothing tells which choices of one are chance. A
+    shard that is open for writing elsewhere is named and left alone. One that fails (its index is
+    damaged, say) is named with the reason, and the others are done.
 
     A copy needs room in the existing segment files: none is added, so that disk_bytes holds, and
     one that is left empty is deleted. What is written counts in daily_write_bytes of the process

@@ -128,11 +128,12 @@ def known_of(
 ) -> tuple[Floats, Sequence[Trial]] | None:
     """What a span's rows are worth, and the trials of an order made from that: by what requests
     chose (their average, and in halves: nan where only one of them is known), else by the
-    importance it was stored with; None where nothing is known."""
+    importance it was stored with, unless what requests chose may have made the order it has; None
+    where too little is known for any."""
     if average is not None and halves is not None:  # a window without both keeps its order
         worth = np.where(np.isnan(halves).any(axis=0), np.float32(0), average)
         return worth, trials_of(np.nan_to_num(halves, nan=0.0))
-    if average is None and stored is not None:
+    if stored is not None and (average is None or order is None):
         worth = np.nan_to_num(stored, nan=0.0)
         return worth, [Trial(worth, likely_chosen(worth))]
     if order is not None:  # rows stay in it, except those of nodes split since
