@@ -109,7 +109,7 @@ class Config(BaseModel):
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Serve Prometheus metrics on 127.0.0.1 at this port; 0 picks a free one."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:  # a file may have a key "self"
         unknown = [key for key in values if key not in type(self).model_fields]
         if unknown:
             near = difflib.get_close_matches(unknown[0], type(self).model_fields, 1, 0.0)[0]
@@ -126,7 +126,7 @@ class Config(BaseModel):
             got = _shown(self.window)
             raise ConfigError(f"config: window must be 16, 32, 64, 128 or 256, got {got}")
         if self.disk_low > self.disk_high:
-            raise ConfigError(f"config: disk_low {self.disk_low} is above disk_high")
+            raise ConfigError(self._marks_said())
         if self.segment_bytes % MIB:
             raise ConfigError("config: segment_bytes must be a multiple of 1 MiB (1048576)")
         if self.disk_bytes is not None and self.disk_bytes < self.segment_bytes:
@@ -134,6 +134,16 @@ class Config(BaseModel):
                 f"config: disk_bytes {self.disk_bytes} cannot hold one segment: raise it, or lower "
                 f"segment_bytes {self.segment_bytes}"
             )
+
+    def _marks_said(self) -> str:
+        """Says that the marks of the disk are the wrong way round, beginning with one that was set;
+        of the other, that it was not."""
+        low, high = f"disk_low {self.disk_low}", f"disk_high {self.disk_high}"
+        if "disk_low" not in self.model_fields_set:
+            return f"config: {high} is below {low} (its default): set both"
+        if "disk_high" not in self.model_fields_set:
+            return f"config: {low} is above {high} (its default): set both"
+        return f"config: {low} is above {high}"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Config:

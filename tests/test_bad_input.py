@@ -465,6 +465,11 @@ def test_unknown_and_wrong_settings_name_the_nearest_known(tmp_path: Path) -> No
     file.write_text("io_thread = 4\n")
     with pytest.raises(impress.ConfigError, match=r"impress\.toml.*'io_threads'"):
         impress.Config.load(file)
+    file.write_text("self = 4\n")  # was a TypeError's traceback
+    with pytest.raises(impress.ConfigError, match=r"impress\.toml.* unknown key 'self'"):
+        impress.Config.load(file)
+    with pytest.raises(impress.ConfigError, match="unknown key 'self'"):
+        impress.Config(self=4)
     for wrong in ("io_threads = [", "probes = " + "[" * 100_000, "dram_bytes = " + "9" * 5000):
         file.write_text(wrong)
         with pytest.raises(impress.ConfigError, match="not TOML"):
@@ -502,6 +507,22 @@ def test_an_error_is_one_line_whatever_a_name_has_in_it(tmp_path: Path) -> None:
     with pytest.raises(impress.ConfigError, match="unknown key 'windows'") as told:
         impress.Config.load(tmp_path / "a\nb.toml")
     assert str(told.value).splitlines() == [str(told.value)]
+
+
+@pytest.mark.parametrize(
+    ("marks", "said"),
+    [
+        ({"disk_high": 0.8}, r"disk_high 0\.8 is below disk_low 0\.9 \(its default\): set both"),
+        ({"disk_low": 0.97}, r"disk_low 0\.97 is above disk_high 0\.95 \(its default\): set both"),
+        ({"disk_low": 0.5, "disk_high": 0.4}, r"disk_low 0\.5 is above disk_high 0\.4"),
+    ],
+)
+def test_marks_of_the_disk_that_are_the_wrong_way_round_are_both_named(
+    marks: dict[str, float], said: str
+) -> None:
+    """Of whoever set one of them, the line named the other: disk_low 0.9 is above disk_high."""
+    with pytest.raises(impress.ConfigError, match=f"^config: {said}$"):
+        impress.Config(**marks)
 
 
 def test_a_disk_budget_below_one_segment_is_refused_with_both_settings() -> None:
