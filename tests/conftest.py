@@ -6,7 +6,9 @@ import errno
 import itertools
 import logging
 import os
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +54,22 @@ def geometry() -> impress.Geometry:
 def padded() -> impress.Geometry:
     """Rows of 24 and 40 bytes, K and V of different widths: every piece padded."""
     return impress.Geometry(3, 2, 1, 6, "float32", v_head_dim=10)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("mounting needs root")
+    mounted = subprocess.run(  # noqa: PLW1510
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", where], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no mounts here: {mounted.stderr.strip()}")
+    yield where
+    subprocess.run(["umount", "-l", where], check=True)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 
 import pytest
 
@@ -32,6 +33,7 @@ from impress.write.index import Index
 WORDS = [f"w{i}" for i in range(200)]
 TEXT = " ".join(WORDS[i * 7 % 200] for i in range(200))  # 3 windows and 8 tokens
 CONFIG = impress.Config(segment_bytes=1 << 20, dram_bytes=0, io_threads=2)
+PROBED = CONFIG.model_copy(update={"probes": ("int4-v1",)})
 
 
 def saved_model(folder, n_layers=2, seed=0, dtype=torch.float32):
@@ -56,8 +58,7 @@ def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("explain")
     saved_model(folder / "model")
     (folder / "text").write_text(TEXT)
-    config = CONFIG.model_copy(update={"probes": ("int4-v1",)})
-    serve_once(folder / "model", folder / "store", config)
+    serve_once(folder / "model", folder / "store", PROBED)
     return folder
 
 
@@ -294,6 +295,22 @@ def test_run_answers_on_a_full_disk_as_its_help_says(here, tmp_path, monkeypatch
     assert "0 tokens newly stored" in told and "refused: " in told and "No space left" in told
     answered, could_not = run.__doc__.split("**Exit status**")[1].split("·")
     assert "full disk" in answered and "room" not in could_not
+
+
+@pytest.mark.parametrize("policy", ["exact", "quality"])
+def test_run_answers_from_a_store_that_takes_no_writes(here, small_disk, policy):
+    """On a read-only file system it had an error in place of the answer, and status 2."""
+    serve_once(here / "model", small_disk / "store", PROBED)
+    asked = ["run", "--model", here / "model", "--prefix", here / "text", "--query", "w1"]
+    asked += ["--store", small_disk / "store", "--max-new-tokens", 1, "--policy", policy]
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    done = CliRunner().invoke(app, [*map(str, asked), "--json"])
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["mode"], found["hit_tokens"]) == ({"quality": "sparse"}.get(policy, policy), 192)
+    assert found["stored_tokens"] == 0 and "Read-only file system" in found["refused"]
+    missing = [str(arg) for arg in asked[:-6]] + ["--store", str(small_disk / "none")]
+    assert CliRunner().invoke(app, missing).exit_code == 2
 
 
 @pytest.mark.parametrize("what", ["rows", "index"])

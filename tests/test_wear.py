@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -1288,22 +1287,6 @@ def test_a_gauge_says_so(open_store: Open, geometry: impress.Geometry) -> None:
     assert live_counters(store.metrics_port, uuid)["ssd_read_only"] == 0
     store._home.health.trouble("it broke")
     assert live_counters(store.metrics_port, uuid)["ssd_read_only"] == 1
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MiB."""
-    where = tmp_path / "small"
-    where.mkdir()
-    if os.geteuid() or not shutil.which("mount"):
-        pytest.skip("mounting needs root")
-    mounted = subprocess.run(  # noqa: PLW1510
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", where], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no mounts here: {mounted.stderr.strip()}")
-    yield where
-    subprocess.run(["umount", "-l", where], check=True)
 
 
 def test_a_full_file_system_is_read_only_until_there_is_room(

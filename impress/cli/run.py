@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -27,8 +30,10 @@ from impress.cli.options import (
     window_of,
 )
 from impress.config import Config
-from impress.errors import BadInput, ImpressError
+from impress.errors import BadInput, ImpressError, StoreFailed
+from impress.namespace import namespace_of
 from impress.policy import Policy
+from impress.store import PrefixStore
 from impress.terminal import err, out, size
 from tiers.errors import MediumError
 
@@ -76,7 +81,8 @@ def run(
     **Exit status**
 
     0 answered, even where what was computed could not be stored (a full disk, say: it prints why) ·
-    2 it could not answer: no such model, torch is missing, another model's store
+    2 it could not answer: no such model, torch is missing, another model's store, none there and
+    none can be made
 
     **Examples**
 
@@ -113,14 +119,17 @@ def _answer(
     model, tokenizer = load(model_dir)
     ids = [*tokenizer(text)["input_ids"], *query_ids(tokenizer, query)]
     check_length(model.config, len(ids), n_new)
-    with hf.attach(model, where, policy, config=config) as engine, err.status("answering"):
+    with (
+        _attached(hf, model, where, policy, config) as (engine, unwritable),
+        err.status("answering"),
+    ):
         prompt_ids = torch.tensor([ids], dtype=torch.int64)
         sequences = engine.generate(
             prompt_ids, max_new_tokens=n_new, do_sample=False,
             attention_mask=torch.ones_like(prompt_ids),  # a pad token in the text is deliberate
             policy=policy,  # named, so not guarded
         )  # fmt: skip
-        request = _when_stored(engine)
+        request = _when_stored(engine, unwritable)
     return {
         "device": str(model.device),
         "answer": tokenizer.decode(sequences[0, len(ids) :], skip_special_tokens=True),
@@ -145,9 +154,32 @@ def _answer(
     }
 
 
-def _when_stored(engine: Any) -> Any:
-    """What the request did. A failure to store is reported as refused: the answer is there."""
-    failed = ""
+@contextmanager
+def _attached(
+    hf: ModuleType, model: Any, where: Path, policy: Policy, config: Config
+) -> Iterator[tuple[Any, str]]:
+    """An engine over a store, and why that takes no writes: "" where it does. One that cannot be
+    opened for writing (on a read-only file system, say) is read; raises why where not even that."""
+    with ExitStack() as opened:
+        unwritable = ""
+        try:
+            engine = hf.attach(model, where, policy, config=config)
+        except StoreFailed as failed:
+            geometry = hf.geometry_of(model.config, model.dtype)
+            probes = () if policy.probe is None else (policy.probe,)
+            config = config.model_copy(update={"probes": probes})
+            try:
+                store = PrefixStore.open(where, geometry, namespace_of(model), config, mode="r")
+            except ImpressError:
+                raise failed from None
+            opened.enter_context(store)
+            engine, unwritable = hf.attach(model, store, policy), str(failed)
+        yield opened.enter_context(engine), unwritable
+
+
+def _when_stored(engine: Any, failed: str) -> Any:
+    """What the request did. A failure to store, or one before, is reported as refused: the answer
+    is there."""
     try:
         engine.flush()
     except (ImpressError, MediumError) as error:
