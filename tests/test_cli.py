@@ -335,6 +335,15 @@ def test_inspect_shows_a_name_as_it_is(tmp_path):
     assert done.stdout.count("[/odd] [red]") == 2
 
 
+def test_a_long_name_stays_on_its_line(tmp_path):
+    """Under a prompt it was broken at the width of the terminal, and without one at 80."""
+    name = "organisation/a-model-with-a-long-name:" + "v" * 60
+    with impress.PrefixStore.open(tmp_path / "s", GEOMETRY, name, CONFIG) as store:
+        put(store, PROMPT)
+    shown = run("inspect", "--store", tmp_path / "s", "--prefix", prompt_file(tmp_path)).stdout
+    assert f"320 tokens stored (100 %) under {name}, in\n" in shown
+
+
 def test_a_name_is_shown_as_it_is(tmp_path):
     """Inspect turned "llama:key:1" into a drawing of a key, and purge knew no such name."""
     name, where = "[b]llama[/b]:key:1", tmp_path / "of:key:s"

@@ -229,7 +229,8 @@ def _print_prefix(prefix: dict[str, Any], titles: dict[str, str]) -> None:
         out.print("nothing of it is stored")
     for row in prefix["stored"]:
         part = share(row["tokens"], prefix["tokens"])
-        out.print(f"{row['tokens']:,} tokens stored ({part}) under {titles[row['root']]}, in")
+        under = f"under {titles[row['root']]}, in"
+        out.print(f"{row['tokens']:,} tokens stored ({part}) {under}", soft_wrap=True)
         for held in row["spans"]:
             first, last = held["first_window"], held["first_window"] + held["n_windows"] - 1
             out.print(f"  span {held['span']}: windows {first} to {last}")
