@@ -56,20 +56,35 @@ def padded() -> impress.Geometry:
     return impress.Geometry(3, 2, 1, 6, "float32", v_head_dim=10)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MiB."""
-    where = tmp_path / "small"
+def _mounted(where: Path, *options: str) -> Iterator[Path]:
+    """A file system mounted there; the test is skipped where that cannot be."""
     where.mkdir()
     if os.geteuid() or not shutil.which("mount"):
         pytest.skip("mounting needs root")
-    mounted = subprocess.run(  # noqa: PLW1510
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", where], capture_output=True, text=True
-    )
+    command = ["mount", *options, str(where)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode:
-        pytest.skip(f"no mounts here: {mounted.stderr.strip()}")
+        pytest.skip(f"no such mounts here: {mounted.stderr.strip()}")
     yield where
     subprocess.run(["umount", "-l", where], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MiB."""
+    yield from _mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=6m", "tmpfs")
+
+
+@pytest.fixture
+def xfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 320 MiB where a copy may share blocks."""
+    if not shutil.which("mkfs.xfs"):
+        pytest.skip("there is no mkfs.xfs: install xfsprogs")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(320 << 20)
+    subprocess.run(["mkfs.xfs", "-q", image], check=True)
+    yield from _mounted(tmp_path / "xfs", "-o", "loop", str(image))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -1412,25 +1413,6 @@ def test_a_copy_with_holes_is_given_its_blocks_back(
         assert (said in caplog.text) is is_full
 
 
-@pytest.fixture
-def xfs(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 320 MiB where a copy may share blocks."""
-    where, image = tmp_path / "xfs", tmp_path / "image"
-    where.mkdir()
-    if os.geteuid() or not shutil.which("mkfs.xfs"):
-        pytest.skip("an XFS needs root and mkfs.xfs (package xfsprogs)")
-    with image.open("wb") as file:
-        file.truncate(320 << 20)
-    subprocess.run(["mkfs.xfs", "-q", image], check=True)
-    mounted = subprocess.run(  # noqa: PLW1510
-        ["mount", "-o", "loop", image, where], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no such mounts here: {mounted.stderr.strip()}")
-    yield where
-    subprocess.run(["umount", "-l", where], check=True)
-
-
 def test_a_copy_that_shares_blocks_ends_no_process_on_a_full_disk(
     xfs: Path, geometry: impress.Geometry
 ) -> None:
@@ -1447,7 +1429,8 @@ def test_a_copy_that_shares_blocks_ends_no_process_on_a_full_disk(
 
     def copied() -> None:
         shutil.rmtree(xfs / "copy", ignore_errors=True)
-        subprocess.run(["cp", "-a", "--reflink=always", xfs / "store", xfs / "copy"], check=True)
+        command = ["cp", "-a", "--reflink=always", xfs / "store", xfs / "copy"]
+        subprocess.run(command, check=True)
 
     table = xfs / "store/shards/main/index/lock.mdb"
     copied()

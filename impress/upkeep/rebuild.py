@@ -315,6 +315,7 @@ def _install(
 ) -> None:
     """Make a new index beside the old one, then put it in its place. A crash leaves one of the two,
     and whoever locks the shard next puts the new one there if the old one is not (Shard.lock).
+
     `last`: the highest id found, whatever became of it. `wear`: the old index's, where known.
     """
     draft, made, aside = shard.path / "index.new", shard.path / MADE, shard.path / OLD
