@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -178,6 +179,40 @@ def test_damage_of_a_writers_own_index_is_not_taken_for_another_shards(
         monkeypatch.setattr("impress.write.index.check_sound", damaged)
         own.follow()
         assert not judge(own, (0, 1, 2)).missed
+
+
+@pytest.mark.parametrize("where", ["free", "used", "inside a large value"])
+def test_a_sector_that_cannot_be_read_is_damage_unless_nothing_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The whole file was read in order, for speed, and an error on a free page was the open's. Of
+    one that mattered the line did not say what to do, or it was SIGBUS in LMDB."""
+    index = Index(tmp_path / "index", create=True)
+    index.commit({span: bytes([span]) * 9000 for span in range(1, 50)})  # on pages of their own
+    index.commit({}, [*range(10, 40)])
+    index.close()
+    raw, preadv = (tmp_path / "index/data.mdb").read_bytes(), os.preadv
+    value = {"free": 20, "used": 45, "inside a large value": 45}[where]
+    bad = raw.rindex(bytes([value]) * 4096) // 4096  # the second of its three pages
+    bad -= where == "used"  # the first
+
+    def in_order(fd: int, buffers: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def by_page(fd: int, buffers: Any, off: int) -> int:
+        if off // 4096 == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(fd, buffers, off)
+
+    monkeypatch.setattr(os, "readv", in_order)
+    monkeypatch.setattr(os, "preadv", by_page)
+    if where == "free":
+        index = Index(tmp_path / "index", create=False)
+        assert len(dict(index.spans())) == 19
+        index.close()
+    else:
+        with pytest.raises(FormatError, match=r"Input/output error; impress rebuild"):
+            Index(tmp_path / "index", create=False)
 
 
 _FLIPPED = """

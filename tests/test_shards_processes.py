@@ -18,7 +18,7 @@ from conftest import assert_serves, prompt, put_prompt
 
 import impress
 from impress.upkeep.verify import verify_store
-from impress.write import env
+from impress.write import env, prepare
 from impress.write.index import Index
 
 HERE = Path(__file__).parent
@@ -260,9 +260,9 @@ def test_a_file_system_that_went_read_only_under_a_writer_is_read_from(
     """Nobody writes there, though its writer has its lock for as long as it lives."""
     a = start()
     assert a("put", 256, 1)
-    mounts = env.MOUNTS.read_text()
+    mounts = prepare.MOUNTS.read_text()
     (tmp_path / "mounts").write_text(re.sub(r" rw(\S*)$", r" ro\1", mounts, flags=re.MULTILINE))
-    monkeypatch.setattr(env, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(prepare, "MOUNTS", tmp_path / "mounts")
     assert verify_store(tmp_path / "store").spans == 1
     reader = open_store(geometry, "r", follow_every_s=0)
     assert_serves(reader, prompt(256, 1), 256)

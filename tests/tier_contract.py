@@ -622,29 +622,38 @@ class SsdContract(TierContract):
         assert np.array_equal(out, data) and not tier.direct
         assert sum("refuses O_DIRECT" in message for message in caplog.messages) == 1
 
-    def test_another_folder_that_refuses_direct_io_is_named_and_alone_in_that(
+    @pytest.mark.parametrize("off", [0, 8])  # of the memory, from a page's beginning
+    @pytest.mark.parametrize("refuses", ["theirs", "this one"])
+    def test_a_folder_that_refuses_direct_io_is_named_and_alone_in_that(
         self, tier: SsdTier, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
+        monkeypatch: pytest.MonkeyPatch, refuses: str, off: int,
     ) -> None:  # fmt: skip
-        """The log named this one, and this one was read and written buffered from then on."""
+        """The log named this one whichever it was, and both were read buffered from then on. Then
+        reads of the other into memory that is not aligned failed, and its spans were given up."""
         theirs, real_open = tmp_path / "theirs", os.open
         data = noise(2 * MIB)
         with closing(SsdTier(theirs, MIB, None, number=7)) as other:
-            slot = other.reserve(2 * MIB)
-            other.write(slot, 0, data)
+            their_slot = other.reserve(2 * MIB)
+            other.write(their_slot, 0, data)
+        refusing_one = theirs if refuses == "theirs" else tier.folder
 
         def refusing(path: Any, flags: int, *rest: int) -> int:
-            if flags & os.O_DIRECT and Path(path).parent == theirs:
+            if flags & os.O_DIRECT and Path(path).parent == refusing_one:
                 raise OSError(22, "Invalid argument")
             return real_open(path, flags, *rest)
 
         monkeypatch.setattr(os, "open", refusing)
         tier.join(7, theirs)
-        out = np.empty(2 * MIB, dtype=np.uint8)
+        slot = tier.reserve(2 * MIB)
         with caplog.at_level(logging.WARNING):
-            tier.read([Read(slot, 0, out, sums_of(data, PAGE), PAGE)])
-        assert np.array_equal(out, data) and tier.direct
-        assert f"{theirs} refuses O_DIRECT" in caplog.text
+            tier.write(slot, 0, data)
+            for each in (slot, their_slot):
+                out = aligned(2 * MIB + PAGE)[off : off + 2 * MIB]
+                tier.read([Read(each, 0, out, sums_of(data, PAGE), PAGE)])
+                assert np.array_equal(out, data)
+        assert tier.direct == (refuses == "theirs")
+        assert caplog.text.count("refuses O_DIRECT") == 1
+        assert f"{refusing_one} refuses O_DIRECT" in caplog.text
 
     def test_no_permission_names_the_folder(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")

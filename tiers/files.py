@@ -116,7 +116,7 @@ def give_blocks(fd: int, n_bytes: int) -> None:
     Does nothing where the file system takes no blocks ahead. Raises OSError where it is full.
     """
     err = _fallocate(fd, 0, 0, n_bytes)  # not posix_fallocate, which may write bytes instead
-    if shares_blocks(fd):
+    if not err and shares_blocks(fd):
         err = _fallocate(fd, _UNSHARE, 0, n_bytes)
     if err in (errno.ENOSPC, errno.EDQUOT):
         raise OSError(err, os.strerror(err))

@@ -54,7 +54,7 @@ class OneByOne:
         try:
             return os.preadv(self._files.fd(run.segment), views, run.off)
         except OSError as err:
-            if err.errno == errno.EINVAL and self._files.direct and views is run.views:
+            if err.errno == errno.EINVAL and views is run.views:
                 return -1
             raise
 

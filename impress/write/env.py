@@ -7,7 +7,6 @@ writer works.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import threading
@@ -21,23 +20,17 @@ import lmdb
 from impress.errors import FORKED, FormatError, ImpressError, StoreFailed
 from impress.write.directory import GONE, OLD, shards_of
 from impress.write.pages import damage_of, unopenable
+from impress.write.prepare import check_unwritten, make_data, make_table
 from tiers.files import (
-    give_blocks,
     give_to_owner,
-    keep_in_place,
     make_folder,
-    open_or_make,
     said_of_link,
-    shares_blocks,
     sync_path,
 )
 
 #: Address space, not disk: the file grows as it fills. Fixed, because growing a map under a live
 #: reader is not refused by LMDB and corrupts it.
 MAP_BYTES: Final = 64 << 30
-
-#: Size of LMDB's table of readers: room for 126 of them, LMDB's default.
-LOCK_BYTES: Final = 8 << 10
 
 #: Bytes of values that one transaction of a copy takes.
 _COPIED_BYTES: Final = 16 << 20
@@ -50,7 +43,6 @@ _DAMAGE: Final = (
 
 _REBUILD: Final = "impress rebuild makes it again from the segments"
 
-MOUNTS: Final = Path("/proc/self/mountinfo")
 #: Databases of an index.
 NAMES: Final = ("spans", "heat", "names", "history", "guard", "log", "erase")
 LATER: Final = ("history", "guard", "log", "erase")  # stores written before these existed lack them
@@ -127,12 +119,12 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
             if said := unopenable(data, MAP_BYTES):
                 raise FormatError(f"index: {data} is damaged: {said}; {_REBUILD}")
             if create and inode == -1:
-                _make_data(data)
+                make_data(data)
             writable = create or os.access(data, os.W_OK)
             if writable:
-                writable = _make_table(folder / "lock.mdb", needed=create)
+                writable = make_table(folder / "lock.mdb", needed=create)
             else:
-                _check_unwritten(folder)
+                check_unwritten(folder)
             env = lmdb.open(
                 os.fsencode(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
                 readonly=not writable, lock=writable, readahead=False,
@@ -155,77 +147,6 @@ def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
         envs[key] = shared
         shared.users += 1
         return shared, key
-
-
-def _make_data(data: Path) -> None:
-    """An empty file for an index, which where files are copied as they are written (btrfs) takes no
-    new blocks for what it overwrites: on a full disk nothing could be evicted. Raises OSError."""
-    fd = open_or_make(data)
-    try:
-        keep_in_place(fd)
-    finally:
-        os.close(fd)
-
-
-def _make_table(path: Path, *, needed: bool) -> bool:
-    """LMDB maps its table of readers as a sparse file, and touching a hole on a full disk is
-    SIGBUS; so is touching it again where the file system copies on write, or where a copy of the
-    store was made by links to its blocks. Gives it blocks of its own.
-    (Nothing in this process has it open: closing it drops LMDB's lock.) Raises OSError.
-
-    False where it is not `needed` and the file system went read-only by itself: nobody writes.
-    """
-    try:
-        fd = open_or_make(path)
-    except OSError as err:
-        if needed or err.errno != errno.EROFS:
-            raise
-        return False
-    try:
-        if not os.fstat(fd).st_size:
-            keep_in_place(fd)
-        give_blocks(fd, LOCK_BYTES)
-    except OSError:
-        # Else it has blocks for the slots of the first readers.
-        if not os.fstat(fd).st_blocks or shares_blocks(fd):
-            raise
-    finally:
-        os.close(fd)
-    return True
-
-
-def _check_unwritten(folder: Path) -> None:
-    """A reader that may not write is not in LMDB's table: a writer would reuse pages under it.
-
-    Raises StoreFailed where there is a writer, unless the whole file system takes no writes, like
-    one that went read-only by itself: its writer has the lock for as long as it lives.
-    """
-    try:
-        fd = os.open(folder.parent / "lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return  # nobody wrote here, or it cannot be told
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not _takes_no_writes(fd):
-            raise StoreFailed(
-                f"index: {folder}: a process writes here, and must know who reads: mount it "
-                "writable here, or give this user the right to write"
-            ) from None
-    finally:
-        os.close(fd)
-
-
-def _takes_no_writes(fd: int) -> bool:
-    """Whether an open file's file system is read-only for all, not by its mount here alone; False
-    where that cannot be told."""
-    try:
-        about = Path(f"/proc/self/fdinfo/{fd}").read_text().split()
-        mount = about[about.index("mnt_id:") + 1]
-        lines = [line.split() for line in MOUNTS.read_text().splitlines()]
-    except (OSError, ValueError):
-        return False
-    return any(fields[0] == mount and "ro" in fields[-1].split(",") for fields in lines)
 
 
 def open_dbs(shared: Env, *, create: bool) -> None:
@@ -328,6 +249,7 @@ def _copy(shared: Env, draft: Path) -> None:
     # Addresses for what comes to less than that: whoever may open an index, beside `ulimit -v`, may
     # copy it.
     addresses = min(MAP_BYTES, (1 << 30) + 2 * n_bytes)
+    make_data(draft / "data.mdb")
     with (
         lmdb.open(
             os.fsencode(draft), map_size=addresses, max_dbs=8, mode=0o600, lock=False, sync=False

@@ -23,7 +23,9 @@ N_TOKENS = 300
 
 def _side(*, mixes_adapters: bool = False) -> SchedulerSide:
     """The side of a store that holds the whole windows of every prompt; a request has 3 blocks."""
-    view: Any = SimpleNamespace(lookup=lambda tokens, *names: len(tokens) // 64 * 64, current=True)
+    view: Any = SimpleNamespace(
+        lookup=lambda tokens, *names: len(tokens) // 64 * 64, current=True, refresh=lambda: None
+    )
     served: Any = SimpleNamespace(block_size=128, lora="", mixes_adapters=mixes_adapters)
     events = Events(enabled=False, block_size=128)
     side = SchedulerSide(Settings.of({"store": "unused"}), served, view, events)
@@ -298,6 +300,24 @@ def test_several_answers_are_as_approximate_as_any_of_them() -> None:
     assert side.finish(other, [1, 2, 3])[1] == {"impress": EXACT}
     assert side.finish(second, [1, 2, 3])[1] == {"impress": _read(0.04)}
     assert not side._answers
+
+
+def test_what_becomes_ready_after_a_reset_is_not_announced_under_the_names_after_it() -> None:
+    """A request that had been handed over was computed again after a reset. Its old rows became
+    READY then, and a router was told of a prefix that was not there."""
+    side = _side()
+    side._events = Events(enabled=True, block_size=128)
+    request = _arrives(side)
+    request.block_hashes = [b"0" * 32, b"1" * 32]
+    _step(side, request, 0)
+    side.kv_cache_manager.get_block_ids = lambda request_id: ([],)
+    request.num_preemptions = 1
+    side.reset()
+    side._events.take()
+    side.kv_cache_manager.get_block_ids = lambda request_id: ([1, 2, 3],)
+    assert _step(side, request, 0).saves
+    side.hear(StepReport(stored={"r": 256}), ())
+    assert side._events.take() == []
 
 
 def test_what_was_read_behind_blocks_that_were_lost_is_no_hit() -> None:

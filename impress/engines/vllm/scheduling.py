@@ -217,7 +217,7 @@ class SchedulerSide:
             tracked.refused = str(err)
             return None
         request = tracked.request
-        if not tracked.private:
+        if not (tracked.private or tracked.silent):
             self._events.expect(request, prompt)
         tracked.handed = True
         return SaveSpec(request.request_id, tracked.key, prompt, end, blocks)
@@ -341,6 +341,7 @@ class SchedulerSide:
         for request_id, tracked in self._tracked.items():
             if any(self.kv_cache_manager.get_block_ids(request_id)):  # else it has yet to begin
                 tracked.refused = "the cache was reset while it ran"
+            tracked.silent |= tracked.handed or tracked.request.num_preemptions > 0
         self._events.cleared()
 
     def close(self) -> None:

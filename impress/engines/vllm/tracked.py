@@ -33,6 +33,7 @@ class Tracked:
         self.n_stored = 0  # tokens the store is known to hold
         self.n_saved = 0  # tokens handed over for saving
         self.handed = False  # anything, since it began or was preempted: its blocks may be read
+        self.silent = False  # nothing of it is announced: READY may be what it was before a reset
         self.n_preempted = 0
         self.n_planned = 0  # tokens computed when the last plan made for it has been carried out
         self.n_blocks = 0  # that vLLM's worker has been told of
