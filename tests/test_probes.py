@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from impress.selection import products
 from impress.selection.probes import Heads3, LowBit, codec_of, fitted, register
 from impress.selection.probes_pca import Pca
 from impress.selection.quant import dequantise, pack_codes, packed_bytes, quantise, unpack_codes
-from impress.selection.scratch import _free, _place, drop_scratch, scratch
+from impress.selection.scratch import MOST_BYTES, _free, _stream, drop_scratch, scratch
 from impress.spans.rows import host_words
 from impress.types import Geometry
 
@@ -314,9 +315,23 @@ def test_streams_of_a_device_share_no_memory_to_work_in(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=next(streams))
     )
-    places = [_place(torch.device("cuda", 0)) for _ in range(3)]
+    places = [_stream(torch.device("cuda", 0)) for _ in range(3)]
     assert places[0] == places[2] != places[1]
-    assert _place(torch.device("cpu")) == "cpu"
+    assert _stream(torch.device("cpu")) == 0
+
+
+def test_what_is_kept_is_bounded_for_all_streams_of_a_device_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each stream kept as much: a server that takes one of its own for each request kept a GiB."""
+    drop_scratch()
+    streams = itertools.count()
+    monkeypatch.setattr("impress.selection.scratch._stream", lambda device: next(streams))
+    for _ in range(8):
+        with scratch(torch.device("cpu")) as take:
+            take((MOST_BYTES // 3,), torch.uint8)
+    assert sum(len(flat) for kept in _free.values() for flat in kept) == MOST_BYTES // 3 * 3
+    drop_scratch()
 
 
 def test_what_was_worked_in_under_inference_mode_serves_everyone() -> None:
@@ -324,5 +339,5 @@ def test_what_was_worked_in_under_inference_mode_serves_everyone() -> None:
     drop_scratch()
     with torch.inference_mode(), scratch(torch.device("cpu")) as take:
         take((8,), torch.uint8).fill_(1)
-    (kept,) = _free["cpu"]
+    (kept,) = _free["cpu", 0]
     assert not kept.is_inference()

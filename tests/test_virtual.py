@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,13 +29,14 @@ import impress
 from experiments.vbuffers_decode import decode
 from experiments.vbuffers_memory import serve
 from impress.engines import hf
-from impress.engines.buffers import AHEAD_ROWS, Rental, VirtualBuffers
-from impress.engines.hf_cache import RowsLayer
+from impress.engines.buffers import AHEAD_ROWS, Rental, VirtualBuffers, buffers_of
+from impress.engines.hf_cache import RowsCache, RowsLayer
 from impress.engines.virtual import Sizes, Slot, Use, Virtual, choose, reclaim
-from impress.errors import BadInput
+from impress.errors import BadInput, Unsupported
 from tiers.errors import MediumError
 from tiers.ranges import HostRanges
 from tiers.ranges_cuda import CudaRanges
+from tiers.slots import BufferPool
 from tiers.ssd import SsdTier
 
 PAGE = 4096
@@ -306,6 +308,25 @@ def test_slots_a_stuck_read_may_write_into_are_not_rented_before_it_ends():
     other.release()
     assert buffers.rent(1, 10, 10).slots == other.slots
     buffers.close()
+
+
+def test_a_model_on_several_devices_has_no_virtual_buffers():
+    """The first device's held memory for all layers, the others room for the longest answer."""
+    model = tiny("llama")
+    model.model.layers[1].to("meta")
+    with pytest.raises(Unsupported, match="must lie on one device, it is on cpu and meta"):
+        buffers_of(model, hf.geometry_of(model.config, model.dtype), Virtual())
+
+
+def test_a_layer_elsewhere_than_its_slot_has_the_room_that_it_has():
+    """Its room was taken to be the slot's: a row beyond its own was left out, without an error."""
+    slot = SimpleNamespace(device=torch.device("cuda", 0), reach=lambda n_rows: True)
+    cache = RowsCache(impress.Geometry(1, 2, 2, 8, "float32"), 1, 10, BufferPool(None), rental=slot)
+    rows = torch.ones(1, 2, 10, 8)
+    cache.update(rows, rows, 0)
+    last = torch.full((1, 2, 1, 8), 7.0)
+    k, v = cache.update(last, last, 0)
+    assert k.shape[2] == v.shape[2] == 11 and (k[:, :, -1] == 7).all() and (v[:, :, -1] == 7).all()
 
 
 def test_slots_that_nobody_released_and_nobody_knows_are_rented_again():

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeGuard
 
 import torch
 
-from impress.engines.virtual import Sizes, Slot, Usage, Use, Virtual, choose, reclaim
+from impress.engines.virtual import Sizes, Slot, Usage, Use, Virtual, choose, device_of, reclaim
 from impress.errors import BadInput, Unsupported
 from impress.types import Geometry
 from tiers.errors import MediumError
@@ -386,7 +386,7 @@ def buffers_of(model: Any, geometry: Geometry, settings: Virtual) -> VirtualBuff
     context = settings.context or getattr(model.config, "max_position_embeddings", None)
     if context is None:
         raise BadInput("virtual buffers: say context, since the model names no longest prompt")
-    device = model.device
+    device = device_of(model)
     ranges: Ranges = HostRanges(settings.page_bytes)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # so that torch has made the context

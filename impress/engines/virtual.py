@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from operator import index
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
-from impress.errors import BadInput
+from impress.errors import BadInput, Unsupported
 from impress.types import Geometry
 from tiers.base import PAGE, round_up
 
@@ -183,3 +183,13 @@ def reclaim(slots: Sequence[Slot], sizes: Sizes, n_bytes: int, spared: range) ->
         chosen.append(i)
         freed += sizes.held_bytes(slots[i].n_rows)
     return chosen
+
+
+def device_of(model: Any) -> Any:
+    """The device that a model lies on. Raises Unsupported where it lies on several: slots are on
+    one, and other devices' layers would take room for the longest answer beside them."""
+    devices = {str(parameter.device): parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        lies_on = " and ".join(sorted(devices)) or "none"
+        raise Unsupported(f"virtual buffers: the model must lie on one device, it is on {lies_on}")
+    return next(iter(devices.values()))

@@ -1,8 +1,9 @@
 """Reused memory: on the way to a selection, fresh pages cost as much as arithmetic.
 
 A free list per device, bounded; what does not fit is freed. Safe from any thread: a buffer is in
-one place only, and list.append and list.pop are atomic. On CUDA there is one per stream: a buffer
-is back when the work on it has been launched, and only what its own stream does next comes after.
+one place only, and list.append and list.pop are atomic. On CUDA there is one per stream, bounded
+together: a buffer is back when the work on it has been launched, and only what its own stream does
+next comes after.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 MOST_BYTES: Final = 32 << 20
 MOST_BUFFERS: Final = 16
 
-_free: dict[str, list[torch.Tensor]] = {}
+_free: dict[tuple[str, int], list[torch.Tensor]] = {}  # by device and stream
 
 #: (shape, dtype) -> uninitialised tensor, valid until the `with` ends.
 Take = Callable[[tuple[int, ...], Any], "torch.Tensor"]
@@ -31,7 +32,7 @@ Take = Callable[[tuple[int, ...], Any], "torch.Tensor"]
 def scratch(device: torch.device) -> Iterator[Take]:
     """Tensors to work in; they go back to the free list at the end."""
     module = torch_module()
-    free = _free.setdefault(_place(device), [])
+    free = _free.setdefault((str(device), _stream(device)), [])
     taken: list[torch.Tensor] = []
 
     def take(shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
@@ -48,16 +49,22 @@ def scratch(device: torch.device) -> Iterator[Take]:
         yield take
     finally:
         for flat in taken:
-            held = sum(len(other) for other in list(free))
+            held = sum(len(other) for other in _kept(device))
             if len(free) < MOST_BUFFERS and held + len(flat) <= MOST_BYTES:
                 free.append(flat)
 
 
-def _place(device: torch.device) -> str:
-    """The name of a free list: work launched with memory of one runs in order."""
+def _stream(device: torch.device) -> int:
+    """Work launched with memory of one stream runs in order."""
     if device.type != "cuda":
-        return str(device)
-    return f"{device} {torch_module().cuda.current_stream(device).cuda_stream}"
+        return 0
+    stream: int = torch_module().cuda.current_stream(device).cuda_stream
+    return stream
+
+
+def _kept(device: torch.device) -> list[torch.Tensor]:
+    """What a device has free, whatever stream used it."""
+    return [flat for (name, _), some in [*_free.items()] if name == str(device) for flat in some]
 
 
 def _pop(free: list[torch.Tensor], n_bytes: int) -> torch.Tensor | None:
