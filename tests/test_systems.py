@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -371,6 +372,31 @@ def test_a_disk_that_stands_still_is_waited_for(
     assert stick.gb_s() == 1.8  # and then waits
     assert next(given) == 1.2
     assert [stick.gb_s() for _ in range(8)][-1] == 1.2  # slower, but not by half: it is that now
+    stick.close()
+
+
+def test_a_disk_that_stays_slow_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each round read 500 times, hours in all and without a word, until half of all rounds were of
+    the slower disk."""
+    monkeypatch.setattr(yardstick, "N_BYTES", 2 << 20)
+    (tmp_path / "0.seg").write_bytes(b"x" * (2 << 20))
+    given = chain([2.0] * 18, repeat(0.5))
+    read: list[float] = []
+
+    def reading(stick: Yardstick) -> None:
+        read.append(next(given))
+        stick._last.append(read[-1])
+
+    monkeypatch.setattr(Yardstick, "_reading", reading)
+    stick = Yardstick([tmp_path / "0.seg"])
+    assert [stick.gb_s() for _ in range(13)] == [2.0] * 13  # the rate lags
+    before = len(read)
+    assert stick.gb_s() == 0.5 and len(read) - before == 500
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "0.50 GB/s and no longer the 2.00" in line
+    assert stick.gb_s() == 0.5 and len(read) - before == 501
     stick.close()
 
 

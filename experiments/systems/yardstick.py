@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from experiments.common import console
 from tiers.slots import aligned
 
 #: Bytes of one reading, and of one request in it; as many threads as a store has.
@@ -25,7 +26,8 @@ _THREADS: Final = 8
 #: Readings whose median is the rate: one may have met another's reads.
 _READINGS: Final = 9
 #: Readings for which a disk that gives less than half of what it has given is taken for one that
-#: stands still for somebody else: some ten minutes, where it stands nearly still.
+#: stands still for somebody else: some ten minutes, where it stands nearly still. After them it is
+#: taken for a slower disk.
 _PATIENCE: Final = 500
 
 
@@ -69,6 +71,12 @@ class Yardstick:
             self._reading()
             if (rate := statistics.median(self._last)) >= usual / 2:
                 break
+        else:  # else each round would read as often, until half of all were of the slower disk
+            console.print(
+                f"the disk gives {rate:.2f} GB/s and no longer the {usual:.2f} that it gave: after "
+                f"{_PATIENCE} readings it is not waited for any more"
+            )
+            self._rates.clear()
         self._rates.append(rate)
         return rate
 
