@@ -14,7 +14,8 @@ from typing import Any, Final
 from experiments.common import Row, Unable, named
 from impress.report import commit, host, write_text
 
-#: The key of a row that says why something could not be measured here: --resume tries it again.
+#: The key of a row that says why something could not be measured here: --resume tries its cell
+#: again, and until then the cell's other rows hold.
 SKIPPED: Final = "skipped"
 
 
@@ -58,15 +59,14 @@ class Cells:
                     f"{self._path} holds cells of another machine ({cell['host']}): name another "
                     "--json FILE, or begin anew without --resume"
                 )
-            self._done.setdefault(_key(cell["params"]), []).append(cell)
+            self._keep(cell)
         text = "".join(json.dumps(cell) + "\n" for cell in kept)
         with named(self._path):
             if not self._path.exists() or self._path.read_text(errors="replace") != text:
                 write_text(self._path, text)
 
     def __contains__(self, params: Mapping[str, Any]) -> bool:
-        times = self._done.get(_key(params), ())
-        return any(SKIPPED not in row for cell in times for row in cell["rows"])
+        return any(map(_is_whole, self._done.get(_key(params), ())))
 
     def __getitem__(self, params: Mapping[str, Any]) -> list[Row]:
         """Rows of every time the cell was measured, the latest last, each with its commit."""
@@ -89,12 +89,17 @@ class Cells:
         }  # fmt: skip
         text = json.dumps(cell, default=_plain)
         # What is reported is what would be read back: one run and a resumed one say the same.
-        self._done.setdefault(_key(params), []).append(json.loads(text))
+        self._keep(json.loads(text))
         if self._path is not None:
             with named(self._path), self._path.open("a") as file:
                 file.write(text + "\n")
                 file.flush()
                 os.fsync(file.fileno())
+
+    def _keep(self, cell: dict[str, Any]) -> None:
+        """It stands in place of earlier times that lacked something."""
+        times = self._done.setdefault(_key(cell["params"]), [])
+        times[:] = [*filter(_is_whole, times), cell]
 
     def commits(self, cells: Sequence[Mapping[str, Any]]) -> list[str]:
         """The commits that these cells were measured at, in order of first use."""
@@ -131,6 +136,10 @@ def machine() -> str:
 
 def _key(params: Mapping[str, Any]) -> str:
     return json.dumps(params, sort_keys=True, default=_plain)
+
+
+def _is_whole(cell: Mapping[str, Any]) -> bool:
+    return bool(cell["rows"]) and all(SKIPPED not in row for row in cell["rows"])
 
 
 def _plain(value: Any) -> Any:

@@ -88,7 +88,7 @@ class Options:
 class Cell:
     """One measurement. `params`, in JSON's types, identify it: all of it that the command line
     decides. Where `--resume` is given, none is measured twice with equal params, unless it gave no
-    rows, or one that says why nothing could be measured (SKIPPED).
+    rows, or one that says why something could not be measured (SKIPPED).
     `seconds`: about how long `measure` takes. `again`: it says whether this run's other cells can
     be believed, so it is measured with them, and what it said of other runs is kept.
     """

@@ -25,9 +25,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from experiments.cells import SKIPPED
 from experiments.common import Row, Unable, console, print_rows, scratch
 from experiments.harness import Cell, Experiment, Figures, Options, main
-from experiments.peers_install import ENVIRONMENTS, PEERS, ROOT, VLLM, install, python_of
+from experiments.peers_install import ENVIRONMENTS, PEERS, ROOT, VLLM, install, is_made, python_of
 from experiments.peers_worker import Shape
 
 OURS: Final = "impress"
@@ -117,6 +118,8 @@ class Field:
         for worker in turn:
             if worker.why:
                 rows.append({"system": worker.name, "do": "not run", "why": worker.why})
+            if worker.why and worker.process is not None:  # it can be had: --resume tries it again
+                rows.append({SKIPPED: worker.why})
         return rows
 
     def end(self) -> None:
@@ -131,16 +134,18 @@ class Field:
         )
         more = self._options.more
         for name in more.only:
-            worker = self._worker(name, python_of(name, more.peers, more.vllm), folder / name)
+            worker = self._worker(name, folder / name)
             self._exits.callback(worker.end)
             self._workers.append(worker)
             for do in ("store", "cold", "warm"):
                 worker.ask(do=do, prefix=_WARM_UP)
 
-    def _worker(self, name: str, python: Path, folder: Path) -> Worker:
-        if not python.exists():
+    def _worker(self, name: str, folder: Path) -> Worker:
+        more = self._options.more
+        python = python_of(name, more.peers, more.vllm)
+        if not is_made(name, more.peers, more.vllm):
             made = "make test-vllm makes it" if name == "vllm files" else "--install makes it"
-            return Worker(name, why=f"no environment {python.parents[1]}: {made}")
+            return Worker(name, why=f"no whole environment {python.parents[1]}: {made}")
         folder.mkdir(parents=True)
         shape = json.dumps(asdict(self._shape))
         with (self._options.folder / f"{name}.log").open("w") as log:
@@ -162,7 +167,7 @@ def cells(options: Options) -> list[Cell]:
         raise Unable(f"there is no {_TMPFS}: --media disk")
     more, made = options.more, []
     # With `there` in the params, --resume measures systems whose environments were made since.
-    there = [name for name in more.only if python_of(name, more.peers, more.vllm).exists()]
+    there = [name for name in more.only if is_made(name, more.peers, more.vllm)]
     for medium in more.media:
         field = Field(medium, options)
         n_rounds = ROUNDS[medium, options.quick]

@@ -56,6 +56,15 @@ def python_of(system: str, peers: Path, vllm: Path) -> Path:
     return (vllm if name == "vllm" else peers / name) / "bin" / "python"
 
 
+def is_made(system: str, peers: Path, vllm: Path) -> bool:
+    """Whether the environment a system runs in is there whole: one whose making was cut off has an
+    interpreter too."""
+    if system not in ENVIRONMENTS:
+        return True
+    name = ENVIRONMENTS[system]
+    return (vllm / "impress.json" if name == "vllm" else peers / name / ".ready").exists()
+
+
 def install(peers: Path) -> None:
     """Make the missing environments. A peer that cannot be installed is named and left out."""
     for name, recipe in RECIPES.items():

@@ -174,6 +174,23 @@ def test_what_could_not_be_measured_here_is_tried_again_and_is_no_failure(
     assert "gave nothing" not in capsys.readouterr().out
 
 
+def test_a_cell_of_which_a_part_could_not_be_measured_is_tried_again(
+    tmp_path: Path, report: Path
+) -> None:
+    """It counted as measured for the rows that it had. What it gave holds until it is whole, and
+    then in place of what it gave before."""
+    given = iter([[{"n": 1.0}, {SKIPPED: "why"}], [{"n": 2.0}, {SKIPPED: "why"}], [{"n": 3.0}]])
+
+    def cells(_options: Options) -> list[Cell]:
+        return [Cell({"part": 1}, lambda: next(given))]
+
+    made = Experiment("parts", "In parts.", cells, lambda rows, _options: ({}, rows))
+    args = ["--dir", str(tmp_path), "--json", str(report), "--resume"]
+    for n in (1.0, 2.0, 3.0, 3.0):
+        assert main(made, args) == 0
+        assert [row["n"] for row in json.loads(report.read_text())["rows"]] == [n]
+
+
 def test_a_cell_that_finds_no_room_is_left_out_and_others_are_measured(
     tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,23 +63,58 @@ def test_our_store_is_measured_and_a_missing_peer_is_named(small: None, tmp_path
     ours, theirs = said["rows"]
     assert (ours["note"], ours["version"]) != ("", "")
     assert theirs["note"] == (
-        f"not run: no environment {tmp_path / 'none' / 'sglang'}: --install makes it"
+        f"not run: no whole environment {tmp_path / 'none' / 'sglang'}: --install makes it"
     )
+
+
+def _resumed(tmp_path: Path, *only: str) -> dict[str, str]:
+    """System -> note, after --resume with these systems."""
+    report = tmp_path / "report.json"
+    assert run(
+        ["--quick", "--json", str(report), "--dir", str(tmp_path), "--media", "disk",
+         "--only", *only, "--peers", str(tmp_path / "peers"), "--resume"]
+    ) == 0  # fmt: skip
+    return {row["system"]: row["note"] for row in json.loads(report.read_text())["rows"]}
 
 
 def test_a_peer_whose_environment_was_made_since_is_measured_by_resume(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rounds in which it was "not run" counted as measured: `--install --resume` ran nothing."""
+    """Rounds in which it was "not run" counted as measured: `--install --resume` ran nothing. And
+    an environment that was cut off in its making, which had an interpreter, counted as there."""
     python = tmp_path / "peers" / "sglang" / "bin" / "python"
-    for made, todo in ((False, 2), (False, 0), (True, 2), (True, 0)):
-        if made and not python.exists():
-            python.parent.mkdir(parents=True)
-            python.symlink_to("/bin/false")
-        assert run(
-            ["--quick", "--json", str(tmp_path / "report.json"), "--dir", str(tmp_path),
-             "--media", "disk", "--only", "sglang", "--peers", str(tmp_path / "peers"), "--resume"]
-        ) == 0  # fmt: skip
+
+    def half_made() -> None:
+        python.parent.mkdir(parents=True)
+        python.symlink_to("/bin/false")
+
+    made = (python.parents[1] / ".ready").touch
+    for step, todo, says in (
+        (None, 2, "no whole environment"), (None, 0, "no whole environment"),
+        (half_made, 0, "no whole environment"), (made, 2, "it ended without a word"),
+    ):  # fmt: skip
+        if step is not None:
+            step()
+        assert says in _resumed(tmp_path, "sglang")["sglang"]
+        assert f"({todo} of 2 cells to measure)" in capsys.readouterr().out
+
+
+def test_a_system_that_failed_is_measured_by_resume(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A worker that had crashed once stayed "not run" in every later report, and its rounds counted
+    as measured."""
+    works = peers.python_of
+    fails = lambda name, *where: (  # noqa: E731
+        Path("/bin/false") if name == "impress outs" else works(name, *where)
+    )
+    for python_of, todo, note in (
+        (fails, 2, "not run: it ended without a word"), (works, 2, ""), (fails, 0, ""),
+    ):  # fmt: skip
+        monkeypatch.setattr(peers, "python_of", python_of)
+        assert _resumed(tmp_path, "impress", "impress outs") == {
+            "impress": "", "impress outs": note,
+        }  # fmt: skip
         assert f"({todo} of 2 cells to measure)" in capsys.readouterr().out
 
 
