@@ -31,7 +31,7 @@ import numpy as np
 from experiments.common import Row, Unable, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.vllm_serve import CHECKPOINT, DTYPE, EXACT, Asked, documents
-from experiments.vllm_serve_server import Server, Way, make_model
+from experiments.vllm_serve_server import Server, Way, make_model, told
 
 QUALITY: Final = {"name": "quality", "max_missing_mass": 0.1}
 PLAIN, MIXED, PEER = "plain", "impress mixed", "example"
@@ -129,7 +129,7 @@ def _ask(
 ) -> list[tuple[float, float, bool]]:
     """Ask each at its time, at most `level` at once: [(TTFT, end, right)], seconds.
 
-    TTFT counts from the request's time, the end from the first of all.
+    TTFT counts from the request's time, the end from the first of all. Raises Unable.
     """
     from openai import AsyncOpenAI
 
@@ -159,7 +159,8 @@ def _ask(
 
             return list(await asyncio.gather(*(one(i) for i in range(len(asked)))))
 
-    return asyncio.run(every())
+    with told(server):
+        return asyncio.run(every())
 
 
 def _body(way: Way, i: int) -> dict[str, Any]:

@@ -173,8 +173,10 @@ def _warm_up() -> Asked:
 def _ask(
     server: Any, asked: Sequence[Asked], concurrency: int, policy: dict[str, Any] | None = None
 ) -> list[Answered]:
-    """Ask through the OpenAI client, `concurrency` at a time."""
+    """Ask through the OpenAI client, `concurrency` at a time. Raises Unable."""
     from openai import OpenAI
+
+    from experiments.vllm_serve_server import told
 
     client = OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
     body: dict[str, Any] = {"return_token_ids": True}
@@ -196,7 +198,7 @@ def _ask(
             raise Unable("an answer came without a token")
         return Answered(token, first_ms)
 
-    with ThreadPoolExecutor(concurrency) as pool:
+    with told(server), ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(one, asked))
 
 

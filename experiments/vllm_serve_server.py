@@ -132,9 +132,13 @@ class Server:
         deadline = time.monotonic() + _READY_S
         while not self._answers():
             if process.poll() is not None or time.monotonic() > deadline:
-                last = Path(self._log.name).read_text(errors="replace").strip().splitlines()[-1:]
-                raise Unable(f"vLLM's server did not start: {' '.join(last)[:300]}")
+                raise Unable(f"vLLM's server did not start: {self.last_line()}")
             time.sleep(0.5)
+
+    def last_line(self) -> str:
+        """Of its log, which goes with the experiment's data."""
+        lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else ""
 
     def _answers(self) -> bool:
         try:
@@ -190,6 +194,19 @@ class Server:
 
     def _stored(self) -> float:
         return self.counts().get("impress_stored_tokens_total", 0.0)
+
+
+@contextmanager
+def told(server: Server) -> Iterator[None]:
+    """An error of the OpenAI client in the with-block is told in a line (Unable), with the last
+    line of the server's log, where the reason is."""
+    from openai import OpenAIError
+
+    try:
+        yield
+    except OpenAIError as err:
+        said = " ".join(str(err).split())[:300]
+        raise Unable(f"{server.way.name}: {said}; its log ends: {server.last_line()}") from None
 
 
 @contextmanager
