@@ -90,7 +90,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--prefixes",
         type=int,
         metavar="N",
-        help="in every cell (default: 4 to 24, as many as fit the machine with these systems)",
+        help="in every cell (default: 4 to 24, as many as fit the machine with these systems; "
+        "2 to 24 where --layers are more than by default)",
     )
     parser.add_argument(
         "--layers",

@@ -25,6 +25,7 @@ from experiments.systems.generate import N_NEW, Prefix
 from experiments.systems.planned import choose
 from experiments.systems.quantised import quantised_rows
 from experiments.systems.shapes import Shape
+from experiments.systems.sizes import n_prefixes
 from tiers.hbm import why_not
 
 GATED = Shape("gated", 2, 8, 2, 32, 96, gated=True, dtype="bfloat16")
@@ -165,6 +166,28 @@ def test_a_deeper_slice_can_be_asked_for_and_is_another_cell(tmp_path: Path) -> 
     assert deep[1].seconds > 1.5 * usual[1].seconds
     with pytest.raises(Unable, match="--layers: at least 1, got 0"):
         ttft.cells(_options(tmp_path, layers=0))
+
+
+def test_a_deeper_slice_stays_within_the_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--layers 32` gave every cell four prefixes whatever was left for caches: those of all
+    systems took several times the 10 GiB that they have together. And 40 layers of a model that
+    has 32 were measured."""
+
+    def n(shape: str, n_systems: int, layers: int | None) -> int:
+        return n_prefixes(shape, 130, n_systems, quick=False, layers=layers)
+
+    assert [n("opt-6.7b", of, 32) for of in (2, 4)] == [6, 3]
+    with pytest.raises(Unable, match=r"12 systems have no room .* of opt-30b: name fewer --sys"):
+        n("opt-30b", 12, 32)
+    assert n("opt-30b", 16, None) == 4  # as published cells were
+    with pytest.raises(Unable, match="--layers 33: llama-3-8b has 32"):
+        n("llama-3-8b", 2, 33)
+    capsys.readouterr()
+    found = ttft.cells(_options(tmp_path, systems="as, impress", layers=40))
+    assert {cell.params.get("cell") for cell in found[1:]} == {"shape opt-13b", "shape opt-30b"}
+    assert "base is left out: --layers 40: opt-6.7b has 32" in capsys.readouterr().out
 
 
 def test_cells_of_another_clock_or_of_other_systems_are_not_taken_for_these(tmp_path: Path) -> None:

@@ -36,12 +36,22 @@ def n_prefixes(
     layers: int | None = None,
 ) -> int:  # fmt: skip
     """How many prefixes a cell has: the data, and n_systems pairs of caches for it, fit the
-    machine. More layers take more of its disk. Raises Unable where more are asked for."""
+    machine. More layers take more of its disk. Raises Unable where more are asked for, or layers
+    of which not two prefixes fit or that the model has not."""
     layers = layers or LAYERS[quick]
+    if layers > SHAPES[shape].n_layers:
+        raise Unable(f"--layers {layers}: {shape} has {SHAPES[shape].n_layers}")
     one = MEAN_TOKENS * SHAPES[shape].row_bytes * layers
     data = MOST_DATA[quick] * max(layers, LAYERS[quick]) // LAYERS[quick]
     most = min(data, CACHES[quick] * ratio // (42 * max(n_systems, 1)))
-    fit = max(4, min(24, int(most // one)))
+    fit = min(24, int(most // one))
+    if layers <= LAYERS[quick]:
+        fit = max(4, fit)  # somewhat beyond the machine's share, as published cells were
+    elif fit < 2:
+        raise Unable(
+            f"--layers {layers}: the caches of {n_systems} systems have no room for two prefixes "
+            f"of {shape}: name fewer --systems, or fewer layers"
+        )
     if asked is not None and asked > fit:
         raise Unable(f"--prefixes {asked}: {fit} fit, of {shape} and with {n_systems} systems")
     return fit if asked is None else asked
