@@ -567,10 +567,14 @@ def test_the_readme_says_what_storing_costs_beside_restoring() -> None:
 def test_no_round_of_a_published_cell_was_divided_by_the_rate_of_a_disk_that_stood_still() -> None:
     """Eleven of a cell's hundred rounds were, and all its systems took 2 ms in them: nobody looked
     at the rates that its rows say."""
-    seen = 0
+    seen, full = 0, False
     for path in (Path(__file__).parents[1] / "docs/results").glob("*.json"):
-        for row in json.loads(path.read_text())["rows"]:
+        report = json.loads(path.read_text())
+        if report["meta"]["quick"] and path.stem in everything.NAMES:
+            continue  # it stands in place of the full one's
+        full |= path.stem == "ttft"
+        for row in report["rows"]:
             if "disk_gb_s_low" in row and row["disk_gb_s"]:
                 seen += 1
                 assert row["disk_gb_s_low"] > row["disk_gb_s"] / 2, (path.name, row["cell"])
-    assert seen > 400
+    assert seen > (400 if full else 0)
