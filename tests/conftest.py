@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import impress
+from impress.usage.notes import Note
 from tiers import hbm
 from tiers.base import Extent
 
@@ -153,6 +154,20 @@ def put_prompt(store: impress.PrefixStore, tokens: np.ndarray, **named: Any) -> 
     """Store a whole prompt's KV."""
     keys, values = kv_of(tokens, store.geometry, named.get("start", 0))
     return store.store(tokens, keys, values, **named)
+
+
+def look(store: impress.PrefixStore, tokens: np.ndarray, seed: int = 0, times: int = 3) -> None:
+    """Let history see requests that choose the same scattered tenth of every span's rows."""
+    notes = []
+    with store.lease(tokens) as lease:
+        for source in lease.sources:
+            n_rows = source.held.record.n_windows * store.window
+            for layer in range(store.geometry.n_layers):
+                rng = np.random.default_rng([seed, source.at, layer])
+                rows = np.sort(rng.permutation(n_rows)[: max(1, n_rows // 10)])
+                notes.append(Note(source.span, n_rows, layer, 0, n_rows, rows))
+    for _ in range(times):
+        store.history.request(notes)
 
 
 def assert_serves(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import numpy as np
 
 import impress
@@ -43,14 +44,15 @@ def two_prompts(path, **settings):
 
 
 def run(*args, **options):
-    return ended([str(SCRIPT), *map(str, args)], **options)
+    """A command's end. It is a fork (forks.py): what depends on how Python starts is for
+    `ended([SCRIPT, …])`."""
+    return forks.command([str(SCRIPT), *map(str, args)], **options)
 
 
-def ended(command, stdout=subprocess.PIPE, **options):
+def ended(command, **options):
     return subprocess.run(
-        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
-        **options,
-    )  # fmt: skip
+        command, capture_output=True, text=True, timeout=120, check=False, **options
+    )
 
 
 def whole_numbers(done, path):

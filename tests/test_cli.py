@@ -77,7 +77,7 @@ def test_help_says_what_a_dry_run_needs(command):
 @pytest.mark.parametrize("args", [["--help"], ["inspect", "--help"]])
 def test_a_terminal_of_no_columns_gets_the_help(args):
     """COLUMNS=0 means an unknown width: nothing was printed, with status 0."""
-    done = run(*args, env={**os.environ, "COLUMNS": "0"})
+    done = ended([str(SCRIPT), *args], env={**os.environ, "COLUMNS": "0"})
     assert done.returncode == 0 and "Usage: impress" in done.stdout
 
 
@@ -550,12 +550,13 @@ def test_an_option_of_a_path_is_not_of_nothing(args):
     assert_refused(run(*args.split(), ""), f"'{option}': it is empty: name a {kind}; see impress")
 
 
-def test_a_tilde_that_no_shell_has_expanded_is_the_home_directory(path):
+def test_a_tilde_that_no_shell_has_expanded_is_the_home_directory(path, monkeypatch):
     """As in the output of vllm-config, so that both mean the same store."""
-    env = {**os.environ, "HOME": str(path.parent)}
+    monkeypatch.setenv("HOME", str(path.parent))
     told = f"~/{path.name}"
-    assert run("verify", f"--store={told}", env=env).returncode == 0
-    assert run("verify", env={**env, "IMPRESS_STORE": told}).returncode == 0
+    assert run("verify", f"--store={told}").returncode == 0
+    monkeypatch.setenv("IMPRESS_STORE", told)
+    assert run("verify").returncode == 0
     assert_refused(run("verify", "--store=~no-such-user/s"), "~no-such-user/s", "in full")
 
 
@@ -574,11 +575,11 @@ def test_a_newer_format_is_refused(path, command):
     assert_refused(run(command, "--store", path), "99")
 
 
-def test_the_default_store_comes_from_the_environment(path, tmp_path):
-    environment = {**os.environ, "IMPRESS_STORE": str(path)}
-    assert run("verify", env=environment).returncode == 0
-    environment["IMPRESS_STORE"] = str(tmp_path / "none")
-    assert_refused(run("verify", env=environment), "none")
+def test_the_default_store_comes_from_the_environment(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("IMPRESS_STORE", str(path))
+    assert run("verify").returncode == 0
+    monkeypatch.setenv("IMPRESS_STORE", str(tmp_path / "none"))
+    assert_refused(run("verify"), "none")
 
 
 @pytest.mark.parametrize(
@@ -668,12 +669,13 @@ def test_a_full_disk_behind_stderr_makes_it_no_finding(args):
 
 
 @pytest.mark.parametrize("args", [["inspect"], ["--help"], ["verify", "--help"], ["--version"], []])
-def test_a_reader_that_has_seen_enough_is_no_finding(path, args):
+def test_a_reader_that_has_seen_enough_is_no_finding(path, args, monkeypatch):
     """Status 1 would say that something is wrong with the store."""
+    monkeypatch.setenv("IMPRESS_STORE", str(path))
     seen, behind = os.pipe()
     os.close(seen)
     with os.fdopen(behind, "w") as pipe:
-        done = run(*args, stdout=pipe, env={**os.environ, "IMPRESS_STORE": str(path)})
+        done = run(*args, stdout=pipe)
     assert (done.returncode, done.stderr) == (2, "")
 
 
@@ -704,8 +706,9 @@ def test_no_file_of_a_store_takes_the_place_of_a_closed_output(path):
 @pytest.mark.parametrize("args", [["inspect", "--tree"], ["inspect", "--help"]])
 def test_a_stdout_that_cannot_spell_a_dash_gets_the_rest(path, encoding, args):
     """At "·" or "–" there was a UnicodeEncodeError: a traceback, and status 1."""
-    store = [] if "--help" in args else ["--store", path]
-    done = run(*args, *store, env={**os.environ, "PYTHONIOENCODING": encoding}, encoding=encoding)
+    command = [str(SCRIPT), *args, *([] if "--help" in args else ["--store", str(path)])]
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = ended(command, env=env, encoding=encoding)
     assert (done.returncode, done.stderr) == (0, "")
     assert ("?" in done.stdout) and ("important" in done.stdout)
 

@@ -15,7 +15,9 @@ from console import (
     FORK,
     GEOMETRY,
     PROMPT,
+    SCRIPT,
     assert_refused,
+    ended,
     opened,
     put,
     records_of,
@@ -155,9 +157,9 @@ def test_what_belongs_to_tenants_of_one_model_is_shown_in_one_order(tmp_path):
     seen, said = set(), set()
     for seed in range(4):
         env = {"PYTHONHASHSEED": str(seed), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-        done = run("explain", "--store", path, "--prefix", ids, "--json", "-", env=env)
-        seen.add(json.loads(done.stdout)["found"][0]["root"])
-        said.add(run("explain", "--store", path, "--prefix", ids, env=env).stdout)
+        command = [SCRIPT, "explain", "--store", path, "--prefix", ids, "--json", tmp_path / "json"]
+        said.add(ended(command, env=env).stdout)
+        seen.add(json.loads((tmp_path / "json").read_text())["found"][0]["root"])
     (root,), (shown,) = seen, said
     assert f"under a test {root[:12]}" in shown
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import assert_serves, kv_of, prompt, put_prompt, soon, wait_for_promotions
-from test_repack import look
+from conftest import assert_serves, kv_of, look, prompt, put_prompt, soon, wait_for_promotions
 
 import impress
 from impress.errors import StoreFailed

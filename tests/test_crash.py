@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 from conftest import SMALL, assert_serves, prompt, put_prompt
 
@@ -81,8 +82,8 @@ def test_what_was_flushed_survives_kill_minus_9(tmp_path: Path) -> None:
 def test_an_id_in_a_header_that_no_commit_named_is_not_given_out_again(tmp_path: Path) -> None:
     """A rebuild found two sound spans with the same id, and kept the one it came to first."""
     folder = tmp_path / "store"
-    command = [sys.executable, "-c", BEFORE_THE_COMMIT, str(folder), str(Path(__file__).parent)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    done = forks.python(BEFORE_THE_COMMIT, str(folder), str(Path(__file__).parent))
+    assert done.returncode == -signal.SIGKILL, done.stderr
     with impress.PrefixStore.open(folder, GEOMETRY, "test", impress.Config(**SMALL)) as store:
         assert store.lookup(prompt(128, 1)) == 128 and store.lookup(prompt(128, 2)) == 0
         put_prompt(store, prompt(128, 3)).wait(60)  # in the free room before the uncommitted span

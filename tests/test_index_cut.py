@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 from impress.errors import FormatError
@@ -66,10 +65,7 @@ store.close()
 
 def ended(script: str, path: Path, n_pages: int) -> str:
     """The output of a separate process: a touch beyond the end of a map would end the process."""
-    command = [sys.executable, "-c", _BEGIN + script, str(path), str(n_pages)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
-    )
+    done = forks.python(_BEGIN + script, str(path), str(n_pages), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

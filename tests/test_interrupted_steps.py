@@ -21,10 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
-from conftest import MIB, assert_serves, prompt, put_prompt
+from conftest import MIB, assert_serves, look, prompt, put_prompt
 from test_ranges import PAGE as DEVICE_PAGE
 from test_ranges import Played
-from test_repack import look
 
 import impress
 import tiers

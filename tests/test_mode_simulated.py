@@ -65,6 +65,8 @@ class Machine:
 
     def _serve(self, prefix: int) -> float:
         size, cold = float(self.size[prefix]), 1 - float(self.held[prefix].mean())
+        if self.mode == "recompute":  # caches stay as they are, and nobody asks what was learnt
+            return self.shape.recompute * size
         n_tokens, n_bytes = int(ROWS * size), int(PREFIX_BYTES * size)
         stored = Stored(
             n_tokens, LAYERS, n_bytes, int(cold * n_bytes), (Span(bytes([prefix]), n_bytes),),

@@ -6,7 +6,6 @@ import errno
 import json
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -25,6 +25,7 @@ from conftest import (
     failing_log,
     flip_a_bit,
     kv_of,
+    look,
     prompt,
     put_prompt,
     soon,
@@ -54,7 +55,6 @@ from impress.spans.order import RowOrder
 from impress.spans.tables import read_header
 from impress.tree.catalog import Held
 from impress.upkeep.verify import verify_store
-from impress.usage.notes import Note
 from impress.usage.remembered import Remembered, decode
 from impress.write.budget import DAY_S, Bucket, Pace, WriteBudget
 from impress.write.directory import read_identity, shards_of
@@ -64,6 +64,14 @@ from tiers.errors import MediumError
 from tiers.ticket import Signal, Ticket, until
 
 Open = Callable[..., impress.PrefixStore]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass beside a lease that is held does not wait before each slice."""
+    monkeypatch.setattr(impress.repacking.repack, "PATIENCE_S", 0.0)
+
+
 WINDOW = 16
 
 
@@ -279,20 +287,6 @@ def test_bytes_are_spread_over_time_and_days() -> None:
 
 
 # ---- moving --------------------------------------------------------------------------------
-
-
-def look(store: impress.PrefixStore, tokens: np.ndarray, seed: int = 0, times: int = 3) -> None:
-    """Let history see requests that choose the same scattered tenth of every span's rows."""
-    notes = []
-    with store.lease(tokens) as lease:
-        for source in lease.sources:
-            n_rows = source.held.record.n_windows * store.window
-            for layer in range(store.geometry.n_layers):
-                rng = np.random.default_rng([seed, source.at, layer])
-                rows = np.sort(rng.permutation(n_rows)[: max(1, n_rows // 10)])
-                notes.append(Note(source.span, n_rows, layer, 0, n_rows, rows))
-    for _ in range(times):
-        store.history.request(notes)
 
 
 def sound(store: impress.PrefixStore) -> None:
@@ -1440,8 +1434,7 @@ def run_repack(*args: str | Path) -> subprocess.CompletedProcess[str]:
         "try: app()\n"
         "finally: assert 'torch' not in sys.modules"
     )
-    command = [sys.executable, "-c", code, "repack", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return forks.python(code, "repack", *map(str, args), has=forks.LIGHT)
 
 
 def test_the_command_says_what_would_move_and_moves_it(
@@ -1534,8 +1527,7 @@ def test_a_span_that_does_not_read_back_is_named_and_a_dry_run_leaves_it(
 REPACKER = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
-from conftest import SMALL, prompt, put_prompt
-from test_repack import look
+from conftest import SMALL, look, prompt, put_prompt
 import impress
 from impress.write.index import Index
 from tiers.ssd import SsdTier
@@ -1569,8 +1561,8 @@ def test_a_repack_killed_at_any_moment_leaves_old_or_new(
     """It is about to write, sync, commit or erase, or just has."""
     folder, here = tmp_path / "store", str(Path(__file__).parent)
     geometry = impress.Geometry(2, 4, 2, 128, "float32")
-    command = [sys.executable, "-c", REPACKER, str(folder), here, what, str(n), when]
-    assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
+    done = forks.python(REPACKER, str(folder), here, what, str(n), when)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     assert not verify_store(folder).problems
     with impress.PrefixStore.open(folder, geometry, "test", impress.Config(**SMALL)) as store:
         store.check()
@@ -1605,6 +1597,7 @@ def test_a_pass_stands_back_while_requests_are_served(
 
     store._repacker._copier._pace._wait = lambda seconds: False
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(impress.repacking.repack, "PATIENCE_S", 60.0)
         patched.setattr(store._repacker, "_stop", SimpleNamespace(wait=nap, is_set=lambda: False))
         assert store.repack().moved == 1
     assert len(naps) == 5  # as soon as the request has ended it goes on

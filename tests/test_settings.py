@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from conftest import MIB, assert_serves, prompt, put_prompt
-from test_repack import look
+from conftest import MIB, assert_serves, look, prompt, put_prompt
 
 import impress
 from impress.write.budget import Pace

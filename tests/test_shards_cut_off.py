@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import MIB, assert_serves, prompt, soon, wait_for_promotions
-from test_repack import look as repack_look
+from conftest import look as repack_look
 from test_shards import APART, Pair, check, limbo, look, pair, ready, unreadable
 
 import impress

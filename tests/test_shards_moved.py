@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import assert_serves, kv_of, prompt
-from test_repack import look as lease_some
+from conftest import look as lease_some
 from test_shards import APART, check, look, ready
 
 import impress

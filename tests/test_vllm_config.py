@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from console import two_prompts
+from console import run, two_prompts
 from typer.testing import CliRunner
 
 from impress.cli import options
@@ -30,8 +30,7 @@ VLLM_BRINGS = {"numpy", "typer", "rich", "pydantic", "prometheus-client"}
 
 
 def _printed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "impress.cli.main", "vllm-config", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run("vllm-config", *arguments)
 
 
 @pytest.mark.parametrize(

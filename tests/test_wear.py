@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MIB, assert_serves, kv_of, prompt, put_prompt, said_by_a_child
+from conftest import MIB, assert_serves, kv_of, look, prompt, put_prompt, said_by_a_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_repack import look, run_repack, sound
+from test_repack import run_repack, sound
 from test_sparse import POLICIES, retrieve_all
 
 import impress

@@ -1,4 +1,4 @@
-"""The whole store under a seeded scheduler, faulty disk and crashes: sixty seconds of it."""
+"""The whole store under a seeded scheduler, faulty disk and crashes: twenty seconds of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from impress.write.index import Index
 from tiers.base import Slot
 
 #: `make soak` allows more.
-SECONDS = float(os.environ.get("IMPRESS_SIM_SECONDS", "60"))
+SECONDS = float(os.environ.get("IMPRESS_SIM_SECONDS", "20"))
 #: What failures say when something READY turns out not to be there.
 BROKEN = ("READY", "after a restart", "lost on a good disk", "but a store failed")
 
