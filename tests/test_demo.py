@@ -335,3 +335,17 @@ def test_a_report_can_go_to_a_device(tmp_path):
 def test_a_report_can_go_to_stdout(capsys):
     write_report("-", {"x": 1.0}, [])
     assert json.loads(capsys.readouterr().out)["figures"] == {"x": 1.0}
+
+
+def test_what_a_native_library_prints_is_no_message_of_a_steps():
+    """oneDNN and MKL print to the process's own stdout (`ONEDNN_VERBOSE=all`, or on a processor too
+    old for them): the demo ended in a traceback of the JSON that it took that for."""
+    code = (
+        "import os, sys; from impress.demo import worker\n"
+        "worker._run = lambda *given: {'written': os.write(1, b'noise')}\n"
+        "sys.argv[1:] = 'ask', 'here', 'quick'; worker.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (done.stdout, done.stderr) == ('{"result": {"written": 5}}\n', "noise")

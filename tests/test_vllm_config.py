@@ -18,7 +18,7 @@ from impress.cli import options
 from impress.cli.main import app
 from impress.cli.options import window_of
 from impress.config import Config
-from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE
+from impress.engines.vllm import CONNECTOR, CONNECTOR_MODULE, register
 from impress.engines.vllm.settings import Settings, at_least, policy_of
 from impress.errors import ConfigError, StoreFailed
 from impress.policy import Exact, Paper, Quality
@@ -241,3 +241,10 @@ def test_a_store_of_another_window_is_served_by_its_own(tmp_path: Path) -> None:
     extra = json.loads(printed.stdout)["kv_connector_extra_config"]
     assert Settings.of(extra).config.window == window_of(path) == 32
     assert window_of(tmp_path / "none") == Config().window
+
+
+def test_a_vllm_that_keeps_its_backends_elsewhere_is_left_as_it_is(monkeypatch, caplog):
+    """vLLM calls a plug-in unguarded: every server of the environment would have ended."""
+    monkeypatch.setitem(sys.modules, "vllm.platforms", None)
+    register()
+    assert "takes no attention backend" in caplog.text

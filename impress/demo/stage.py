@@ -16,6 +16,7 @@ from typing import Any, Final
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from impress.demo import CHECKPOINTS
+from impress.engines.versions import check_versions
 from impress.errors import BadInput, ImpressError, Unsupported
 from impress.terminal import err
 from impress.write.directory import Shard, shards_of, writing
@@ -29,12 +30,13 @@ THREADS: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def check_installed() -> None:
-    """Raises Unsupported naming what is missing."""
+    """Raises Unsupported naming what is missing, or too old."""
     for name in ("torch", "transformers", "tokenizers", "safetensors"):
         if find_spec(name) is None:
             raise Unsupported(
                 f"the demo runs a model and needs {name}: pip install '.[hf]' in impress's clone"
             )
+    check_versions()
 
 
 def lookup_place(folder: Path, checkpoint: str) -> Path:

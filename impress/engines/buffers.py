@@ -193,7 +193,7 @@ class VirtualBuffers:
         begin = perf_counter()
         with self._lock:
             why = self._grow(rental, n_rows) if n_rows > rental.room else ""
-            if stalls:
+            if stalls and not why:
                 self._count(n_stalls=1, stall_s=perf_counter() - begin)
         if why:
             self.decline(why)

@@ -13,8 +13,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers
-from packaging.version import Version
 from transformers import GenerationConfig, MaxLengthCriteria
 
 from impress.engines.hf_lengths import check_lengths
@@ -30,6 +28,7 @@ from impress.engines.hf_modules import (
     served_modules,
 )
 from impress.engines.rounding import fpmath
+from impress.engines.versions import check_versions, version_of
 from impress.errors import BadInput, Unsupported
 from impress.settings import check_config
 from impress.types import Geometry
@@ -74,7 +73,7 @@ _WHOLE = {
     name: f"{name} is of every token of the prompt"
     for name in ("output_hidden_states", "output_attentions")
 }
-_VERSION: Final = Version(transformers.__version__).release
+_VERSION: Final = version_of("transformers").release
 if _VERSION < (5, 21):  # over a cache that holds rows
     _WHOLE["prefill_chunk_size"] = "prefill_chunk_size wants Transformers 5.21 on a hit"
 
@@ -106,7 +105,9 @@ def geometry_of(config: Any, dtype: Any) -> Geometry:
 
 
 def check_types(model: Any, config: Any) -> None:
-    """Raises BadInput where `attach` was given something other than it takes."""
+    """Raises BadInput where `attach` was given something other than it takes; Unsupported where
+    torch or Transformers are too old."""
+    check_versions()
     if not isinstance(model, torch.nn.Module) or getattr(model, "config", None) is None:
         raise BadInput(
             "model: want a Transformers model (AutoModelForCausalLM.from_pretrained(name)), "

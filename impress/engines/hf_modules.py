@@ -15,6 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
+import transformers
 from torch.nn.modules import module as every
 from transformers import PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
@@ -245,7 +246,8 @@ def _check_file(found: dict[str, Any]) -> None:
 def _was_replaced(what: str) -> Unsupported:
     return Unsupported(
         f"{what} was replaced, and no key tells what that computes: put back the one of torch or "
-        "Transformers"
+        f"Transformers (if nobody did, Transformers {transformers.__version__} is none that impress "
+        "knows)"
     )
 
 

@@ -9,7 +9,10 @@ Importing this package imports neither vLLM nor torch; docs/VLLM.md says how to 
 
 from __future__ import annotations
 
+import logging
 from typing import Final
+
+log = logging.getLogger("impress")
 
 #: The connector's name in `--kv-transfer-config`; `impress vllm-config` prints the whole value.
 CONNECTOR: Final = "ImpressConnector"
@@ -22,11 +25,15 @@ def register() -> None:
     """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes.
 
     Effects: replaces CPU_ATTN, or on CUDA FLASH_ATTN, with our backend, which does nothing of its
-    own until a connector with a sparse policy is at work.
+    own until a connector with a sparse policy is at work. A vLLM that keeps them elsewhere is left
+    as it is: an error here would end every server of its environment.
     """
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
+    try:
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError as err:
+        log.warning("impress: this vLLM takes no attention backend: none chooses rows (%s)", err)
+        return
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
     elif current_platform.is_cuda():
