@@ -246,7 +246,7 @@ def _check_file(found: dict[str, Any]) -> None:
 def _was_replaced(what: str) -> Unsupported:
     return Unsupported(
         f"{what} was replaced, and no key tells what that computes: put back the one of torch or "
-        f"Transformers (if nobody did: impress does not know Transformers {transformers.__version__})"
+        f"Transformers (if nobody did: Transformers {transformers.__version__} is not known here)"
     )
 
 
