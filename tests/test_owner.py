@@ -179,7 +179,7 @@ def test_what_a_command_writes_elsewhere_is_the_owners_too(place: Path) -> None:
     done = run("inspect", "--store", store, "--prefix", prompt_file)
     assert_refused(done, "Permission denied", "whose the store is")
     prompt_file.chmod(0o644)  # from here on others may read it
-    for given, said in ((prompt_file, None), ("-", "[1, 2, 3]")):
+    for given, said in ((prompt_file, ""), ("-", "[1, 2, 3]")):
         done = run("inspect", "--store", store, "--prefix", given, input=said)
         assert done.returncode == 0, done.stderr
 
