@@ -1126,9 +1126,10 @@ def test_an_index_made_anew_is_followed(pair: Pair) -> None:
 
 
 def test_a_reader_outlives_the_index_that_it_opened(
-    open_store: Open, small: impress.Geometry
+    open_store: Open, small: impress.Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It went on asking the index that a purge had replaced, which was closed."""
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
     a = open_store(small, **APART)
     ready(a, prompt(128, 1))
     reader = open_store(small, mode="r", **APART)
