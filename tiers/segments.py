@@ -32,13 +32,17 @@ class SegmentFiles:
         """`number`: this folder's."""
         self.folder = folder
         self.numbers = range(number * SEGMENTS, (number + 1) * SEGMENTS)
-        self.direct = True  # this folder's files: past the page cache, as far as is known
-        self._buffered: set[Path] = set()  # folders whose file systems refuse that
+        self._buffered: set[Path] = set()  # folders whose file systems refuse O_DIRECT
         self._read_only = read_only
         self._folders = {number: folder}
         self._files: dict[int, SegmentFile] = {}
         self._deleted: list[tuple[float, int]] = []  # of deleted files: when to close, fd
         self._lock = threading.Lock()
+
+    @property
+    def direct(self) -> bool:
+        """Whether this folder's files go past the page cache, as far as is known."""
+        return self.folder not in self._buffered
 
     def found(self) -> Iterator[tuple[int, int]]:
         """Number and bytes of each segment there is. Where this folder is written, only those with
@@ -98,7 +102,6 @@ class SegmentFiles:
                 if err.errno != errno.EINVAL:
                     raise
                 self._buffered.add(folder)
-                self.direct &= folder != self.folder
                 log.warning("ssd: %s refuses O_DIRECT; reading and writing buffered", folder)
         return os.open(path, mode)
 

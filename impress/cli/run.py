@@ -166,8 +166,6 @@ def _attached(
             engine = hf.attach(model, where, policy, config=config)
         except StoreFailed as failed:
             geometry = hf.geometry_of(model.config, model.dtype)
-            probes = () if policy.probe is None else (policy.probe,)
-            config = config.model_copy(update={"probes": probes})
             try:
                 store = PrefixStore.open(where, geometry, namespace_of(model), config, mode="r")
             except ImpressError:

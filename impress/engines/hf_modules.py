@@ -15,12 +15,12 @@ from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
-import transformers
 from torch.nn.modules import module as every
 from transformers import PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from impress.engines.versions import version_of
 from impress.errors import Unsupported
 from impress.values import uncompiled_call
 
@@ -246,7 +246,7 @@ def _check_file(found: dict[str, Any]) -> None:
 def _was_replaced(what: str) -> Unsupported:
     return Unsupported(
         f"{what} was replaced, and no key tells what that computes: put back the one of torch or "
-        f"Transformers (if nobody did: Transformers {transformers.__version__} is not known here)"
+        f"Transformers (if nobody did: Transformers {version_of('transformers')} is not known here)"
     )
 
 

@@ -39,9 +39,8 @@ def asked(shard: Shard, found: Rebuilt) -> tuple[dict[int, bytes], bytes, int]:
 
     Notes in `found` where the first cannot be read; the second is then empty. Raises StoreFailed.
     """
-    if not (
-        old := folder_of(shard.index)
-    ).exists():  # one that was set aside knows of no purge since
+    old = folder_of(shard.index)
+    if not old.exists():  # one that was set aside knows of no purge since
         found.notes.append(
             f"there is no index of shard {shard.name} to ask what was still to be erased; where a "
             "purge was cut off, purge again"
