@@ -122,7 +122,7 @@ def _ours(line: Line, reports: Reports) -> str:
 
 #: Keys that rows of older reports lack, and the values they had; None: unknown.
 _BEFORE: Final = {
-    "policy": "exact", "emulated_ms": None, "stated_ms": None, "before_share": None,
+    "policy": "exact", "layers": 4, "emulated_ms": None, "stated_ms": None, "before_share": None,
     "hit_share": None, "mode": None,
 }  # fmt: skip
 
@@ -239,7 +239,8 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
              "DRAM rows": "dram_rows", "HBM chunks": "hbm_chunks", "DRAM chunks": "dram_chunks"},
     "threshold": {"model": "model", "threshold": "threshold", "rows": "rows", "right": "right",
                   "exact": "exact", "fell back": "fell_back"},
-    "zero_hit": {"hit": "hit_share", "mode": "mode", "storing": "storing", "policy": "policy",
+    "zero_hit": {"layers": "layers", "hit": "hit_share", "mode": "mode", "storing": "storing",
+                 "policy": "policy",
                  "TTFT ms": "ttft_ms", "without a store": "plain_ttft_ms",
                  "checks, lookup and mode": "share", "all before the forward": "before_share",
                  "TTFT ÷ without": "ttft_ratio", "throughput": "throughput_share"},

@@ -4,10 +4,13 @@ The Transformers engine with a small trained model, beside the same model withou
 prompts each in turn: nothing hits (storing on and off), and 37 % and 49 % of a prompt's tokens hit,
 as in vLLM V1's table. Where nothing hits, also an engine whose policy chooses rows: it then reads
 nothing, but watches the attention of the prompt's last rows inside the forward, and stores
-importance and probes. Of the time before the forward, "share" is checks, lookup and choosing a
-mode; `before_share` is all that the store adds to the model's own, on a hit with planning and
-sending of reads. Neither includes what is watched or waited for inside the forward; the whole time
-to the first token (`ttft_ratio`) and the throughput do. All is real.
+importance and probes. And a model of ordinary depth: checks take time by the module, of which the
+trained one has few; its weights are random, as times do not hang on them.
+
+Of the time before the forward, "share" is checks, lookup and choosing a mode; `before_share` is all
+that the store adds to the model's own, on a hit with planning and sending of reads. Neither
+includes what is watched or waited for inside the forward; the whole time to the first token
+(`ttft_ratio`) and the throughput do. All is real.
 """
 
 from __future__ import annotations
@@ -44,6 +47,10 @@ _CELLS: Final[tuple[tuple[int, bool, Policy], ...]] = (
     (0, True, Exact()), (0, False, Exact()), (37, True, Exact()), (49, True, Exact()),
     (0, True, Quality()),
 )  # fmt: skip
+#: Layers of the trained model, and of a deep one; and which percentages of the latter's are hit.
+LAYERS: Final = 4
+DEEP: Final = 32
+_DEEP_HITS: Final = (0, 37, 49)
 
 
 def cells(options: Options) -> list[Cell]:
@@ -54,23 +61,45 @@ def cells(options: Options) -> list[Cell]:
             partial(measure, options, hit, storing, policy, n), n * 0.7,
         )
         for hit, storing, policy in _CELLS
+    ] + [
+        Cell(
+            {"hit": hit, "storing": True, "policy": "exact", "n_new": N_NEW, "layers": DEEP},
+            partial(measure, options, hit, True, Exact(), n, layers=DEEP), n * 2.0,
+        )
+        for hit in _DEEP_HITS
     ]  # fmt: skip
 
 
-def measure(options: Options, hit: int, storing: bool, policy: Policy, n: int) -> list[Row]:
-    from transformers import AutoModelForCausalLM
+def _model(layers: int) -> Any:
+    """The trained model; a deep one of its vocabulary and random weights, the same every time."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    torch.set_num_threads(1)
     where = Path(impress.__file__).parent / "demo" / "lookup" / CHECKPOINT
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+    if layers == LAYERS:
+        return model
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=model.config.vocab_size, hidden_size=256, intermediate_size=512,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
+        max_position_embeddings=2 * N_TOKENS,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def measure(
+    options: Options, hit: int, storing: bool, policy: Policy, n: int, layers: int = LAYERS
+) -> list[Row]:
+    torch.set_num_threads(1)
+    model = _model(layers)
     mode: Literal["auto", "exact"] = "exact" if hit else "auto"  # else some would be recomputed
     config = impress.Config(
         dram_bytes=64 << 20, segment_bytes=64 << 20, disk_bytes=1 << 30, repack_every_s=0.0,
         mode=mode,
     )  # fmt: skip
-    folder = options.folder / f"zero-{hit}-{storing}-{policy.name}"
+    folder = options.folder / f"zero-{hit}-{storing}-{policy.name}-{layers}"
     engine = hf.attach(model, folder, policy, config=config, store_new=storing)
     try:
         shared = list(document("calibration", 10_000, 512).tokens)[: HITS[hit]]
@@ -237,6 +266,7 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     print_rows("A prompt with a store and without", [
         {
             "hit": f"{row['hit']} %", "storing": row["storing"], "policy": _policy(row),
+            "layers": _layers(row),
             "TTFT ms": row["ttft_ms"],
             "without": row["plain_ttft_ms"], "ratio": row["ttft_ratio"],
             "checks, ms": row["before_first_token_ms"], "share": row["share"],
@@ -248,12 +278,14 @@ def figures(rows: list[Row], _options: Options) -> tuple[Figures, list[Row]]:
     for row in rows:
         label = f"{row['hit']}{'' if row['storing'] else '_not_storing'}"
         label += "" if _policy(row) == "exact" else f"_{_policy(row)}"
+        label += "" if _layers(row) == LAYERS else f"_{_layers(row)}_layers"
         for name in ("throughput_share", "ttft_ratio", "before_share"):
             for end in ("", "_low", "_high"):
                 if name + end in row:  # older reports lack it
                     said[f"{name}{end}.{label}"] = row[name + end]
     for policy, name in (("exact", "zero_hit"), ("quality", "zero_hit_quality")):
-        nothing = [row for row in rows if row["hit"] == 0 and _policy(row) == policy]
+        nothing = [row for row in rows if row["hit"] == 0 and _policy(row) == policy
+                   and _layers(row) == LAYERS]  # fmt: skip
         if nothing:
             said[f"{name}_share"] = max(row["share"] for row in nothing)
         stored = [row["throughput_share"] for row in nothing if row["storing"]]
@@ -268,10 +300,17 @@ def _policy(row: Row) -> str:
     return policy
 
 
+def _layers(row: Row) -> int:
+    """Rows of the trained model name none."""
+    layers: int = row.get("layers", LAYERS)
+    return layers
+
+
 EXPERIMENT: Final = Experiment(
     "zero_hit", "What a store costs where nothing, or a part, hits.", cells, figures,
     uses_disk=True,  # the throughput's time ends when all is stored
     meta=lambda _options: {
+        "layers": f"of the model: the trained one has {LAYERS}, others have random weights",
         "policy": "the engine's; one that chooses rows watches attention inside the forward, and "
         "stores importance and probes",
         "share": "checks, lookup and choosing a mode, ÷ time to first token; of the weights, where "

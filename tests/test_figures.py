@@ -23,7 +23,7 @@ CELLS = {
     "reliability/load": ("threads", "processes", "engine"), "reliability/overhead": ("part",),
     "trace": ("size", "policy"), "ttft": ("part", "cell"),
     "vbuffers": ("part", "page_bytes", "context", "batch"),
-    "zero_hit": ("hit", "storing", "policy"),
+    "zero_hit": ("hit", "storing", "policy", "layers"),
 }  # fmt: skip
 #: The same for reports whose rows are not those of cells: plots only.
 LINES = {"accuracy": ("group",), "threshold": ("model",)}

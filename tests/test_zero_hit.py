@@ -67,6 +67,10 @@ def test_figures_of_an_engine_that_chooses_stand_beside_the_others() -> None:
     assert said["zero_hit_throughput_share"] == 0.9
     assert said["zero_hit_quality_throughput_share"] == 0.5
     assert said["ttft_ratio.0"] == 0.9 and said["ttft_ratio.0_quality"] == 0.5
+    deep = {**measured("exact", 0.7), "layers": zero_hit.DEEP}
+    said, _ = zero_hit.figures([*exact, deep], None)
+    assert said["zero_hit_share"] == 0.2 and said["throughput_share.0"] == 0.9
+    assert said["throughput_share.0_32_layers"] == pytest.approx(0.3)
     before = [{k: v for k, v in row.items() if k != "policy"} for row in exact]
     said, _ = zero_hit.figures(before, None)
     assert said["zero_hit_share"] == 0.2 and "zero_hit_quality_share" not in said
