@@ -205,6 +205,42 @@ def test_inspect_counts_windows_that_were_stored_twice_once(tmp_path):
     assert "of windows that another span has too, or that were evicted; impress repack" in shown
 
 
+def test_inspect_counts_what_two_shards_have_both(tmp_path):
+    """Spans that one shard's writer had stored before it saw the other's were counted nowhere: half
+    of the space seemed to belong to nobody, and that shard to have no spans."""
+    path = tmp_path / "store"
+    with opened(path, follow_every_s=0) as first, opened(path, follow_every_s=0) as second:
+        for store in (first, second):
+            put(store, PROMPT)
+            put(store, FORK)
+    _, found = run_json("inspect", "--store", path)
+    ssd, (shown, copies) = found["tiers"]["ssd"], found["shards"]
+    assert (shown["spans"], copies["spans"]) == (2, 2)
+    assert ssd["dead_bytes"] == copies["repeated"] == copies["used"] > 0
+    in_tree = sum(space["bytes"] for space in found["namespaces"])
+    assert ssd["used"] == in_tree + ssd["dead_bytes"] and not ssd["behind_bytes"]
+    said = " ".join(run("inspect", "--store", path).stdout.split())
+    assert "of windows that another span has too" in said and "behind windows" not in said
+
+
+def test_inspect_does_not_take_what_hangs_in_the_air_for_a_copy(tmp_path):
+    """What another shard's writer has evicted the beginning of, no prompt finds; its bytes were
+    counted as used, and by nothing else."""
+    path, longer = tmp_path / "store", [*PROMPT, *range(9000, 9064)]
+    with opened(path, follow_every_s=0) as first, opened(path, follow_every_s=0) as second:
+        put(first, PROMPT)
+        second.follow()
+        put(second, longer)
+        assert first.evict(1 << 40) > 0
+        first.flush()
+        _, found = run_json("inspect", "--store", path)
+        said = " ".join(run("inspect", "--store", path).stdout.split())
+    ssd, (_, hanging) = found["tiers"]["ssd"], found["shards"]
+    assert (found["spans"], hanging["spans"], hanging["windows"]) == (0, 1, 0)
+    assert ssd["behind_bytes"] == hanging["behind"] == ssd["used"] > 0 == ssd["dead_bytes"]
+    assert "behind windows that are not stored, or cannot be read" in said
+
+
 def test_inspect_counts_leases_of_the_hottest_prefix(path):
     hot = list(range(64))
     with opened(path) as store:

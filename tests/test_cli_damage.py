@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -144,6 +145,24 @@ def test_what_is_missing_is_not_hidden_by_the_room_of_other_segments(tmp_path):
     ssd = found["tiers"]["ssd"]
     assert ssd["missing"] == found["shards"][0]["missing"] == lost > ssd["used"] - ssd["total"]
     assert second.exists() and ssd["total"] > 0
+
+
+def test_a_tier_is_not_fuller_than_full_where_some_segments_are_missing(tmp_path):
+    """What lay in segments that were deleted was set against the size of the others: the tier was
+    "full" to 457 %, and none of it free."""
+    path = tmp_path / "store"
+    with opened(path) as store:
+        for first in range(4):
+            put(store, list(range(first * 10_000, first * 10_000 + 30 * 64)))
+    *most, last = segment_paths(path / "shards/main/segments")
+    for segment in most:
+        segment.unlink()
+    _, found = run_json("inspect", "--store", path)
+    ssd = found["tiers"]["ssd"]
+    assert most and ssd["used"] > ssd["total"] == last.stat().st_size
+    assert ssd["free"] == ssd["total"] - (ssd["used"] - ssd["missing"]) > 0
+    percents = re.findall(r"(\d+) ?%", run("inspect", "--store", path).stdout)
+    assert percents and max(map(int, percents)) <= 100
 
 
 def test_what_belongs_to_tenants_of_one_model_is_shown_in_one_order(tmp_path):

@@ -134,6 +134,10 @@ def _print(found: dict[str, Any]) -> None:
             "that another shard has: each keeps its own"
         )
         out.print(f"{dead} on the SSD are of {whose}; {frees}", soft_wrap=True)
+    if found["tiers"]["ssd"]["behind_bytes"]:
+        behind = size(found["tiers"]["ssd"]["behind_bytes"])
+        where = "behind windows that are not stored, or cannot be read, so no prompt finds them"
+        out.print(f"{behind} on the SSD lie {where}: impress verify says more", soft_wrap=True)
     if found["namespaces"]:
         show(_namespaces(cut(found["namespaces"])))
         say_cut(len(found["namespaces"]), "roots")
@@ -155,9 +159,10 @@ def _tiers(tiers: dict[str, Any], *, live: bool) -> Table:
             table.add_row(name, what, *["–"] * 5)
             continue
         sizes = (size(usage[key]) for key in ("used", "free", "total"))
+        there = usage["used"] - usage.get("missing", 0)
         table.add_row(
             f"{name} (emulated)" if usage.get("emulated") else name, *sizes,
-            share(usage["used"], usage["total"]), number(usage.get("chunks"), ",.0f"),
+            share(there, usage["total"]), number(usage.get("chunks"), ",.0f"),
             number(usage.get("important_share"), ".0%"),
         )  # fmt: skip
     return table

@@ -113,17 +113,21 @@ def known_of(store: PrefixStore, span: int) -> tuple[float | None, float | None]
 def _ssd(store: PrefixStore, shares: Sequence[Share]) -> dict[str, Any]:
     """Bytes of the segments; what spans own is used. A writer's unfinished stores count as free.
 
-    `missing`: bytes that spans own but no segment has. Shards that cannot be read do not count.
+    `missing`: bytes that spans own but no segment has. `dead_bytes`: of windows that another span
+    has too, or that were evicted; `behind_bytes`: of spans behind windows that are not stored, or
+    cannot be read. Shards that cannot be read do not count.
     """
     left_out = unread(store)
     shares = [share for share in shares if share.name not in left_out]
     total, used = sum(share.total for share in shares), sum(share.used for share in shares)
+    missing, repeated = sum(s.missing for s in shares), sum(s.repeated for s in shares)
     runs = [(record.span_id, record.n_windows) for record in store.catalog.records()]
     n_windows = store.catalog.counts()["windows"]
     return {
-        "total": total, "used": used, "free": max(0, total - used),
-        "missing": sum(share.missing for share in shares),
-        "dead_bytes": sum(dead.n_bytes for dead in store.catalog.dead()),
+        "total": total, "used": used, "free": max(0, total - (used - missing)),
+        "missing": missing,
+        "dead_bytes": sum(dead.n_bytes for dead in store.catalog.dead()) + repeated,
+        "behind_bytes": sum(share.behind for share in shares),
         "chunks": n_windows * store.geometry.n_layers,
         "important_share": mean_known(store, runs)[1],
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,13 @@ class Share:
     """One shard. `writer`: the process that writes it, None: nobody does; `readers`: how many."""
 
     name: str
-    spans: int
+    spans: int  # that its index names
     windows: int  # in the tree
     total: int  # bytes of its segments
     used: int  # what spans own
     missing: int  # of that, what lies in no segment
+    repeated: int  # of `used`, that of spans whose windows other spans all have too
+    behind: int  # of `used`, that of spans behind windows that are not stored, or cannot be read
     writer: int | None
     readers: int
 
@@ -51,8 +54,26 @@ def _share(shard: Shard, catalog: MergedCatalog, locks: dict[_File, int]) -> Sha
     readers = sum(holder not in (None, os.getpid()) for holder in holders)  # not this process
     writer = locks.get((*device, _inode(shard.path / "lock")))
     total, used = sum(sizes.values()), sum(extent.length for extent in owned)
-    n_windows = sum(views.values())
-    return Share(shard.name, len(views), n_windows, total, used, missing, writer, readers)
+    repeated, behind = _not_shown(catalog, catalog.known(shard.spans).keys() - views.keys())
+    return Share(
+        shard.name, len(views) + len(repeated) + len(behind), sum(views.values()), total, used,
+        missing, sum(repeated), sum(behind), writer, readers,
+    )  # fmt: skip
+
+
+def _not_shown(catalog: MergedCatalog, spans: Collection[int]) -> tuple[list[int], list[int]]:
+    """The bytes that each of these spans owns, none of which the tree shows: of those that repeat
+    what others have, and of those behind windows that it does not have.
+
+    A span of which `Waiting` has only the key counts as behind: beyond 64 MiB of labels, so may
+    one that repeats others.
+    """
+    before = dict(catalog.before(spans))
+    repeated, behind = list[int](), list[int]()
+    for record in catalog.retired_records(spans):
+        found = catalog.lookup(record.root, before.get(record.span_id, b""))
+        (repeated if found == record.first_window else behind).append(record.owned_bytes)
+    return repeated, behind
 
 
 def _locked_by() -> dict[_File, int]:
