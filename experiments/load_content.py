@@ -28,7 +28,7 @@ GEOMETRY: Final = impress.Geometry(4, 32, 32, 128, "float16")
 N_TOKENS: Final = 256
 PROMPT_BYTES: Final = N_TOKENS * GEOMETRY.token_bytes
 NAMESPACE: Final = "load"
-#: One answer in this many is compared, in one of its layers.
+#: One answer in this many is compared, in one of its layers: each in its turn.
 SAMPLE: Final = 8
 #: Prompts a writer keeps at a time.
 WRITTEN: Final = 4
@@ -89,15 +89,16 @@ def ask(store: impress.PrefixStore, seed: int, seen: Seen, *, compare: bool) -> 
                 return
             with lease.session() as session:
                 session.prefetch()
-                for layer in range(GEOMETRY.n_layers):
-                    k, v, _ = session.retrieve(layer, None)
+                rows = [session.retrieve(layer, None)[:2] for layer in range(GEOMETRY.n_layers)]
                 seen.ms.append((time.perf_counter() - begin_s) * 1e3)
                 if compare:
+                    layer = seen.compared % GEOMETRY.n_layers
                     seen.compared += 1
-                    pairs = ((k, plane(seed, layer, 0)), (v, plane(seed, layer, 1)))
                     seen.wrong += any(
-                        not np.array_equal(got.numpy().view(np.uint16), want.view(np.uint16))
-                        for got, want in pairs
+                        not np.array_equal(
+                            got.numpy().view(np.uint16), plane(seed, layer, which).view(np.uint16)
+                        )
+                        for which, got in enumerate(rows[layer])
                     )
     except impress.PrefixLost:
         seen.lost += 1

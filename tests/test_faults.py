@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from experiments import load_content, reliability_table
 from experiments.common import Row
@@ -120,6 +121,25 @@ def test_a_user_or_a_writer_that_ends_over_an_error_is_no_quiet_one() -> None:
         load_content.users(store, 2, 4.0, 4, 1)
     with pytest.raises(ZeroDivisionError), load_content.Writer(store, 4) as writer:
         wait([writer._writing], 60)
+
+
+@pytest.mark.parametrize("altered", range(load_content.GEOMETRY.n_layers))
+def test_a_wrong_row_in_any_layer_is_found(altered: int) -> None:
+    """Only the last layer of a sampled answer was compared: the others could have been anything,
+    and the row said wrong 0."""
+
+    def retrieve(layer: int, _query: None) -> tuple[torch.Tensor, ...]:
+        k, v = (torch.from_numpy(load_content.plane(3, layer, which)) for which in (0, 1))
+        v[0, 0, 0] += layer == altered
+        return k, v, torch.arange(load_content.N_TOKENS)
+
+    session = SimpleNamespace(prefetch=lambda: None, retrieve=retrieve)
+    lease = SimpleNamespace(n_tokens=load_content.N_TOKENS, session=lambda: nullcontext(session))
+    store: Any = SimpleNamespace(lease=lambda _tokens: nullcontext(lease))
+    seen = load_content.Seen()
+    for _ in range(load_content.GEOMETRY.n_layers):
+        load_content.ask(store, 3, seen, compare=True)
+    assert (seen.compared, seen.wrong) == (load_content.GEOMETRY.n_layers, 1)
 
 
 def test_a_fault_behind_which_nothing_is_stored_any_more_says_nothing() -> None:
