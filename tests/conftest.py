@@ -95,6 +95,18 @@ def xfs(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
+def ext4(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 32 MiB where a file that found no room keeps the blocks it was given."""
+    if not shutil.which("mkfs.ext4"):
+        pytest.skip("there is no mkfs.ext4: install e2fsprogs")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
+    yield from _mounted(tmp_path / "ext4", "-o", "loop", str(image))
+
+
+@pytest.fixture
 def open_store(tmp_path: Path) -> Iterator[Callable[..., impress.PrefixStore]]:
     """open_store(geometry, **config) on one directory; all are closed at the end."""
     opened: list[impress.PrefixStore] = []

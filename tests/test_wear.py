@@ -47,7 +47,7 @@ from impress.write.budget import DAY_S, WriteBudget
 from impress.write.health import RETRY_S, Health
 from tiers.base import PAGE, Slot
 from tiers.errors import MediumError, ReadFailed
-from tiers.files import punch, shares_blocks
+from tiers.files import punch, shares_blocks, spare_of
 from tiers.slots import aligned
 from tiers.ssd import SsdTier
 
@@ -1411,6 +1411,36 @@ def test_a_copy_with_holes_is_given_its_blocks_back(
         assert (segment.stat().st_blocks * 512 == MIB) is not is_full
         said = f"{segment.name} has holes, and there is no room for its blocks"
         assert (said in caplog.text) is is_full
+
+
+@pytest.mark.parametrize("free", ["less than the holes", "less than holes and spare"])
+def test_a_copy_with_more_holes_than_room_takes_none_of_it(
+    ext4: Path, geometry: impress.Geometry, caplog: pytest.LogCaptureFixture, free: str
+) -> None:
+    """It took all there was, to the last byte, and kept it: a purge to make room then failed."""
+    config = impress.Config(window=WINDOW, segment_bytes=4 * MIB, dram_bytes=0)
+
+    def opened() -> impress.PrefixStore:
+        return impress.PrefixStore.open(ext4 / "store", geometry, "test", config)
+
+    with opened() as store:
+        put_prompt(store, prompt(128)).wait(60)
+    (segment,) = (ext4 / "store/shards/main/segments").iterdir()
+    with segment.open("r+b") as file:
+        assert punch(file.fileno(), MIB, 3 * MIB)
+    left = 2 * MIB if free == "less than the holes" else 3 * MIB + spare_of(ext4) // 2
+
+    def free_bytes() -> int:
+        at = os.statvfs(ext4)
+        return at.f_bavail * at.f_frsize
+
+    with (ext4 / "filler").open("wb") as filler:
+        os.posix_fallocate(filler.fileno(), 0, free_bytes() - left)
+    n_free = free_bytes()
+    with opened() as store:
+        assert free_bytes() == n_free
+        assert f"{segment.name} has holes, and there is no room for its blocks" in caplog.text
+        assert store.purge() == (1, 0) and store.lookup(prompt(128)) == 0
 
 
 def test_a_copy_that_shares_blocks_ends_no_process_on_a_full_disk(

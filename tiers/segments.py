@@ -14,7 +14,7 @@ from typing import Final
 from tiers.base import Slot
 from tiers.coalesce import locate
 from tiers.errors import read_failed
-from tiers.files import give_blocks, let_open, make_full, segment_paths, size_of
+from tiers.files import check_room, give_blocks, let_open, make_full, segment_paths, size_of
 from tiers.queues import SegmentFile
 
 log = logging.getLogger("impress.ssd")
@@ -173,17 +173,18 @@ class SegmentFiles:
 def _fill(path: Path) -> None:
     """Give a segment that was copied with holes (`rsync -S`) its blocks back: else, on a full file
     system, writes failed where the space account said that there is room, and nothing was evicted.
-    Says so where there is no room for them. Raises OSError."""
+    Says so, and takes none, where there is no room for all of them. Raises OSError."""
     n_bytes, n_blocks = (at := path.stat()).st_size, at.st_blocks
-    if n_blocks * 512 >= n_bytes:
+    if (n_missing := n_bytes - n_blocks * 512) <= 0:
         return
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        check_room(path.parent, n_missing)  # a call that found none would keep what it was given
         give_blocks(fd, n_bytes)
     except OSError as err:
         log.warning(
             "ssd: %s has holes, and there is no room for its blocks (%s): what is stored there may "
-            "fail; free %d bytes and open it again", path, err.strerror, n_bytes - n_blocks * 512,
+            "fail; make room for %d bytes and open it again", path, err.strerror, n_missing,
         )  # fmt: skip
     finally:
         os.close(fd)
