@@ -856,6 +856,20 @@ def test_run_without_torch_says_what_to_install(tmp_path):
     assert_refused(done, "pip install '.[hf]' in impress's clone")
 
 
+def test_the_demo_without_what_it_needs_says_what_to_install(tmp_path):
+    """`pip install .` brings no packaging either: asking for versions was a traceback."""
+    code = """if True:
+        import sys
+        sys.modules |= dict.fromkeys(("torch", "transformers", "packaging"))
+        from impress.cli.main import run
+        sys.argv = ["impress", "demo"]
+        run()
+    """
+    done = ended([sys.executable, "-c", code], cwd=tmp_path)
+    assert_refused(done, "needs torch", "pip install '.[hf]' in impress's clone")
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
 def test_importing_the_engine_without_its_packages_says_what_to_install(missing):
     """The README begins with this import, and the error said only that there is no such module."""

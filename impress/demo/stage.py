@@ -16,7 +16,6 @@ from typing import Any, Final
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from impress.demo import CHECKPOINTS
-from impress.engines.versions import check_versions
 from impress.errors import BadInput, ImpressError, Unsupported
 from impress.terminal import err
 from impress.write.directory import Shard, shards_of, writing
@@ -36,6 +35,8 @@ def check_installed() -> None:
             raise Unsupported(
                 f"the demo runs a model and needs {name}: pip install '.[hf]' in impress's clone"
             )
+    from impress.engines.versions import check_versions  # it needs packaging, which came with those
+
     check_versions()
 
 
