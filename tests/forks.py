@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 _LIMIT_S = 120
+_END_S = 10
 _MOST_BYTES = 1 << 20
 _COMMAND = "from impress.cli.entry import run\nrun()"
 #: What a fork begins with: the command line, which is without torch, or what tests of stores need.
@@ -44,7 +46,7 @@ def python(
 
 
 def _ran(
-    server: socket.socket, code: str, argv: Sequence[str], input: str = "",
+    server: _Server, code: str, argv: Sequence[str], input: str = "",
     stdout: IO[str] | None = None, cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     told = json.dumps([code, argv, str(cwd or Path.cwd()), dict(os.environ)]).encode()
@@ -56,31 +58,54 @@ def _ran(
         given.write(input.encode())
         given.seek(0)
         files = [given, out if stdout is None else stdout, err]
-        socket.send_fds(server, [told], [file.fileno() for file in files])
-        status = int(server.recv(_MOST_BYTES))
+        try:
+            status = server.status(told, [file.fileno() for file in files])
+        except BaseException:  # its answer may yet come, and would be taken for the next fork's
+            _server.cache_clear()
+            server.kill()
+            raise
         for file in (out, err):
             file.seek(0)
         said, complained = (file.read().decode() for file in (out, err))
     return subprocess.CompletedProcess(argv, status, said, complained)
 
 
-@cache
-def _server(*modules: str) -> socket.socket:
-    """A process that has imported these, and forks."""
-    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with its:
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(its.fileno()), *modules], pass_fds=[its.fileno()],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,  # no terminal, as for its forks
-        )  # fmt: skip
-    mine.settimeout(_LIMIT_S)
+class _Server:
+    """A process that has imported these, and forks; neither it nor they have a terminal. It and its
+    forks are killed together."""
 
-    def end() -> None:
-        mine.close()
-        process.wait()
+    def __init__(self, *modules: str) -> None:
+        self._asked, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(its.fileno()), *modules], pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        atexit.register(self.end)
 
-    atexit.register(end)
-    return mine
+    def status(self, told: bytes, fds: Sequence[int]) -> int:
+        """What the next fork ends with. Raises TimeoutError."""
+        self._asked.settimeout(_LIMIT_S)
+        socket.send_fds(self._asked, [told], fds)
+        return int(self._asked.recv(_MOST_BYTES))
+
+    def end(self) -> None:
+        """Let it end by itself, or kill it where a fork goes on."""
+        self._asked.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """It has not ended, or nobody has waited for it: its number is nobody else's."""
+        atexit.unregister(self.end)
+        self._asked.close()
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+_server = cache(_Server)
 
 
 def _next_fork(asked: socket.socket) -> str:
