@@ -16,7 +16,10 @@ from test_threads import Threads
 
 from impress.engines import hf
 from impress.engines.choice import Rates
+from impress.engines.hf_audit import Auditor
 from impress.engines.hf_mode import Modes
+from impress.engines.hf_storing import StoreQueue
+from impress.errors import StoreFailed
 from impress.policy import Exact, Paper, Recency
 from impress.store import PrefixStore
 from tiers.ssd import SsdTier
@@ -262,3 +265,28 @@ def test_ctrl_c_before_a_thread_begins_leaves_the_next_request_to_begin_one(
         engine.flush()
         names = [thread.name for thread in threading.enumerate()]
         assert name in names and engine.store.lookup(ids[0].numpy().astype(np.int32)) == 192
+
+
+@pytest.mark.parametrize(
+    "step", [(Auditor, "drain"), (PrefixStore, "flush")], ids=["guard", "store"]
+)
+def test_what_is_not_stored_is_told_by_the_flush_after_one_that_ctrl_c_ended(
+    tmp_path, monkeypatch, step
+):
+    """The one that was ended had been told, and told nobody: the next said that all was stored."""
+
+    def fails(*_args):
+        raise OSError("worn out")
+
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    with hf.attach(tiny(), tmp_path, config=CONFIG) as engine:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(StoreQueue, "_store_rows", fails)
+            patched.setattr(*step, interrupted)
+            engine.generate(prompts(200), max_new_tokens=1)
+            engine.flush()
+        with pytest.raises(StoreFailed, match=r"not all of a request is stored.*worn out"):
+            engine.flush()
+        engine.flush()

@@ -239,7 +239,8 @@ class Engine:
         By then the guard has also weighed what it has to weigh after the answers.
         """
         self._turn.check_process()
-        do_all(self._storing.drain, self._auditor.drain, self.store.flush)
+        wait = self._storing.drain, self._auditor.drain, self.store.flush
+        do_all(*wait, self._storing.raise_failed)  # last: what Ctrl-C cuts off is raised next time
 
     def close(self) -> None:
         """Store what is waiting, end the threads, close the store if `attach` opened it.

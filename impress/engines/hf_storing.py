@@ -63,7 +63,7 @@ class Job:
 class StoreQueue:
     """Stores jobs in the order offered, in one thread started by the first of them.
 
-    Thread-safe. A job that fails leaves its error for `drain`; those after it go on.
+    Thread-safe. A job that fails leaves its error for `raise_failed`; those after it go on.
     """
 
     def __init__(
@@ -151,8 +151,11 @@ class StoreQueue:
         job.release()
 
     def drain(self) -> None:
-        """Wait until every job offered is done. Raises the first failure since the last call."""
+        """Wait until every job offered is done."""
         self._line.drain()
+
+    def raise_failed(self) -> None:
+        """Raises the first failure since the last call. Never waits."""
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
@@ -166,16 +169,17 @@ class StoreQueue:
                 log.error("what was generated is not stored: %s", err)
 
     def close(self) -> None:
-        """Finish the jobs offered and end the thread. Idempotent; raises as `drain` does."""
+        """Finish the jobs offered and end the thread. Idempotent; raises as `raise_failed`."""
         self._is_closed = True
         self._line.close()
-        self.drain()
+        self._line.drain()
+        self.raise_failed()
 
     def _done(self, job: Job) -> None:
         try:
             with self._beside(job):
                 self._store_rows(job)
-        except Exception as err:  # kept for drain(): there is no caller here to tell
+        except Exception as err:  # kept for raise_failed(): there is no caller here to tell
             failed = named(err)
             self._failed = self._failed or failed
             job.outcome.refused = str(failed)
