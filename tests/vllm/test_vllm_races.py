@@ -617,6 +617,73 @@ def test_of_blocks_that_a_running_request_got_in_scheduling_that_was_cut_short_n
     assert again.tokens == alone.tokens
 
 
+@pytest.mark.parametrize(
+    ("where", "n_steps"), [("build_connector_meta", 1), ("update_state_after_alloc", 0)]
+)
+def test_a_request_aborted_after_its_scheduling_was_cut_short_leaves_nothing_in_vllms_cache(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, where: str, n_steps: int
+) -> None:
+    """At the abort vLLM names the blocks of what it counts as computed. Those it had given out
+    beyond them stayed in its cache unfilled: the next request for that prompt was answered from
+    what lay in them, and this was stored under the prompt's name."""
+    served = serve(max_num_batched_tokens=128)
+    engine, longer = served.llm.llm_engine, words(500, seed=5)
+    served.ask([words(300, seed=7)])  # now blocks are not zeros, which are easily right
+    served.forget()
+    engine.add_request("cut", {"prompt_token_ids": longer}, params(5))
+    for _ in range(n_steps):
+        engine.step()
+    with monkeypatch.context() as once:
+        once.setattr(served.scheduler.connector, where, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.abort_request(["cut"])
+    found = [served.ask([longer]) for _ in range(2)]
+    alone = served.ask([longer], salt="shares nothing")
+    served.settle()
+    assert served.used_blocks() == 0
+    assert served.store.lookup(longer) == 448
+    served.close()
+    found.append(serve().ask([longer]))
+    assert [tokens(answers) for answers in found] == [tokens(alone)] * 3
+
+
+def test_of_a_preempted_request_whose_resumption_was_cut_short_nothing_more_is_stored(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM went on with it as with one that ran, in the blocks that it had before; as its new ones
+    were due in that very step, nothing was missing, and what lay in them was stored."""
+    served = serve(num_gpu_blocks_override=4, max_model_len=384, max_num_batched_tokens=384)
+    engine, longer = served.llm.llm_engine, words(120, seed=6)
+    engine.add_request("first", {"prompt_token_ids": words(250, seed=5)}, params(20))
+    engine.add_request("cut", {"prompt_token_ids": longer}, params(150))
+    connector = served.scheduler.connector
+    plan, answer = connector.build_connector_meta, list[int]()
+
+    def cut_short(output: Any) -> Any:
+        if output.scheduled_cached_reqs.resumed_req_ids:
+            raise KeyboardInterrupt
+        return plan(output)
+
+    def steps() -> None:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answer[:] = output.outputs[0].token_ids
+
+    with monkeypatch.context() as once:
+        once.setattr(connector, "build_connector_meta", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            steps()
+    assert "a step of vLLM was cut short" not in caplog.text
+    served.worker.flush()
+    before = served.store.lookup(longer)
+    steps()
+    served.settle()
+    assert len(answer) == 150
+    assert served.store.lookup(longer + answer) == before
+    assert "a step of vLLM was cut short" in caplog.text
+
+
 def test_a_reset_whose_request_comes_back_at_once_takes_no_stores(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

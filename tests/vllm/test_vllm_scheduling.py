@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,10 +57,12 @@ def _step(side: SchedulerSide, request: Any, hit: int) -> StepPlan:
     side.allocated(request, hit)
     n_new = request.num_tokens - hit
     request.num_computed_tokens = hit
-    return side.plan(_scheduled({"r": n_new}))
+    return side.plan(_scheduled({"r": n_new}, ["r"]))
 
 
-def _scheduled(n_new: dict[str, int], **new_blocks: list[int]) -> Any:
+def _scheduled(
+    n_new: dict[str, int], admitted: Sequence[str] = (), **new_blocks: list[int]
+) -> Any:  # fmt: skip
     """What vLLM has scheduled; `new_blocks` are those of running requests."""
     running = SimpleNamespace(
         req_ids=[*new_blocks], new_block_ids=[(ids,) for ids in new_blocks.values()],
@@ -68,6 +71,7 @@ def _scheduled(n_new: dict[str, int], **new_blocks: list[int]) -> Any:
     return SimpleNamespace(
         total_num_scheduled_tokens=sum(n_new.values()), num_scheduled_tokens=n_new,
         scheduled_cached_reqs=running,
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in admitted],
     )  # fmt: skip
 
 
@@ -167,7 +171,7 @@ def test_a_sparse_life_is_not_found_by_the_lives_after_it() -> None:
         )
         side.allocated(request, n)
         request.num_computed_tokens = n_local + n
-        side.plan(_scheduled({"r": n_new}))
+        side.plan(_scheduled({"r": n_new}, ["r"]))
         side.hear(StepReport(), [])
         request.num_computed_tokens = request.num_tokens
         for token in range(70):

@@ -125,13 +125,16 @@ class SchedulerSide:
         """Note blocks that vLLM gave before its scheduling, or a plan, was cut short: they are in
         vLLM's own cache by now, and nothing was computed or loaded into them.
 
-        vLLM does not schedule again what it had just admitted; for requests that ran, its worker
-        never learns of these blocks. Such requests have to be aborted.
+        vLLM's worker never learns of these blocks. It does not know a request that had just been
+        admitted; one that ran, or that had been preempted, goes on in the blocks that it had. Such
+        requests have to be aborted.
         """
-        now = {self._tracked[request_id].key for request_id in output.num_scheduled_tokens}
+        running = output.scheduled_cached_reqs
+        told = {new.req_id for new in output.scheduled_new_reqs} | running.resumed_req_ids
+        now = {self._tracked[request_id].key for request_id in told}
         given = self._given.items()
         cut = [ids for key, (number, ids) in given if key not in now or number != self._n_plans]
-        cut += self._unknown(output.scheduled_cached_reqs, output.num_scheduled_tokens)
+        cut += self._unknown(running, output.num_scheduled_tokens)
         if cut:
             self._n_plans += 1  # for the worker, which then calls no later step whole
             self._unheard.expect(set().union(*cut))
@@ -235,11 +238,13 @@ class SchedulerSide:
             return False, None
         self._ended.append(request.request_id)
         self._gone.append(block_ids)
-        # What a cut-short scheduling was to compute or load is in vLLM's cache already.
+        # What a cut-short scheduling was to compute or load is in vLLM's cache already, and not
+        # among block_ids, which end with what it counts as computed.
+        (given,) = self.kv_cache_manager.get_block_ids(request.request_id)
         filled = request.num_computed_tokens
         if tracked.to_load[1]:
             filled = min(filled, tracked.to_load[0])
-        self.kv_cache_manager.evict_blocks(set(block_ids[filled // self._block_size :]))
+        self.kv_cache_manager.evict_blocks(set(given[filled // self._block_size :]))
         said = {"impress": read} if (read := self._answer(tracked)) else None
         if request.num_preemptions != tracked.n_preempted:
             self._dropped.append(tracked.key)  # it holds no blocks any more
