@@ -684,6 +684,30 @@ def test_of_a_preempted_request_whose_resumption_was_cut_short_nothing_more_is_s
     assert "a step of vLLM was cut short" in caplog.text
 
 
+def test_a_request_that_was_cut_short_as_it_came_ends_no_other(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then it waits in vLLM's queue. Nothing else knew of it, and each later step raised
+    KeyError."""
+    served = serve()
+    engine, other = served.llm.llm_engine, words(300, seed=7)
+    with monkeypatch.context() as once:
+        hits = served.scheduler.connector.scheduler._hits
+        once.setattr(hits, "track", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.add_request("cut", {"prompt_token_ids": PROMPT}, params(5))
+    engine.add_request("other", {"prompt_token_ids": other}, params(5))
+    found: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+    assert [[*found["cut"]], [*found["other"]]] == tokens(
+        served.ask([PROMPT, other], 5, salt="alone")
+    )
+    served.settle()
+    assert served.used_blocks() == 0
+    assert [served.store.lookup(prompt) for prompt in (PROMPT, other)] == [256, 256]
+
+
 def test_a_reset_whose_request_comes_back_at_once_takes_no_stores(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -66,6 +66,8 @@ class SchedulerSide:
     def matched(self, request: Any, n_computed: int) -> int:
         """Tokens that can be loaded beyond those in vLLM's own cache. Pure except for a memo."""
         self._asked = True
+        if request.request_id not in self._tracked:  # Ctrl-C came as vLLM added it
+            self.add(request)
         return self._hits.matched(self._tracked[request.request_id], n_computed)
 
     def allocated(self, request: Any, n_external: int) -> None:
