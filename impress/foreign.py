@@ -17,15 +17,13 @@ from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from impress.errors import Unsupported
-from impress.values import STDLIB, held_by, kept_in, made_from, marked, uncompiled_call
+from impress.values import VERSIONED, held_by, kept_in, made_from, marked, uncompiled_call
 
 if TYPE_CHECKING:
     import torch
 
 #: Packages whose classes compute what tensors and settings say.
 _KNOWN: Final = {"torch", "transformers", "peft"}
-#: Packages that have a version, so that a class's name tells what it keeps.
-_BY_NAME: Final = {*_KNOWN, *STDLIB, "accelerate", "impress", "numpy"}
 #: Packages whose modules, in a quantized model, replace the layers that its settings tell of.
 _QUANTIZERS: Final = {
     "aqlm", "auto_gptq", "auto_round", "auto_round_extension", "auto_round_kernel", "awq",
@@ -305,7 +303,7 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
     enumeration its members, not what Python keeps there as they are used."""
     left_out = _OF_ANY_CLASS if _is_a_model(kind) else ()
     for base in kind.__mro__:
-        if base.__module__.partition(".")[0] in _BY_NAME:
+        if base.__module__.partition(".")[0] in VERSIONED:
             continue
         kept = kept_in(base)
         if issubclass(base, Enum):

@@ -14,6 +14,8 @@ from typing import Any, Final
 _PYTHONS: Final = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
 #: Python's packages: they have a version.
 STDLIB: Final = sys.stdlib_module_names
+#: Packages that have a version, so that a class's name tells what it keeps.
+VERSIONED: Final = {*STDLIB, "accelerate", "impress", "numpy", "peft", "torch", "transformers"}
 #: What torch.compile leaves on its wrapper; functools.wraps copies it to wrappers around that.
 _TORCHS: Final = ("_torchdynamo_", "get_compiler_config")
 #: Where torch.compile's wrapper, which refers to much of the process, has the function itself.

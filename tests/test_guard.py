@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 from fractions import Fraction
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -454,6 +454,18 @@ class Items(list):
         return "Items()"
 
 
+class Array(np.ndarray):
+    """One that can be given attributes."""
+
+
+class Marks(frozenset):
+    def __init__(self, page):
+        self.page = page
+
+    def __new__(cls, page):
+        return super().__new__(cls)
+
+
 class Most(float):
     def __repr__(self):
         return "most"
@@ -480,6 +492,75 @@ class Page:
     def lazy(self):
         _ = self.page == 1 and self.size
         return self
+
+
+class Rule(torch.nn.Linear):
+    """A module that keeps a setting where no module's own are."""
+
+    __slots__ = ("page",)
+
+
+def private(page):
+    made = torch.nn.Identity()
+    made._page = page
+    return made
+
+
+def slotted(page):
+    made = torch.nn.utils.skip_init(Rule, 1, 1, bias=False)
+    torch.nn.init.zeros_(made.weight)
+    made.page = page
+    return made
+
+
+def of_a_class(page, *bases):
+    """A class that keeps a setting, and leads back to itself."""
+
+    class Shared(*bases):
+        keep = weights(page)
+
+    Shared.all = [Shared]
+    return Shared
+
+
+def of_an_enum(page):
+    class Which(Enum):
+        ONE = page
+
+    return Which
+
+
+def beside(holder, page):
+    """The holder, with an attribute that it has not by itself."""
+    holder.page = page
+    return holder
+
+
+class Stateful(Plain):
+    """What it saves is not what it chooses by."""
+
+    def state_dict(self):
+        return {}
+
+
+def with_marked_parameter(page):
+    made = learnt(1)
+    made.weight.page = page
+    return made
+
+
+def doubled(function):
+    @wraps(function)
+    def twice(x):
+        return 2 * function(x)
+
+    return twice
+
+
+def objects(*held):
+    made = np.empty(len(held), dtype=object)
+    made[:] = held
+    return made
 
 
 class Said(Plain):
@@ -513,12 +594,27 @@ class Said(Plain):
         lambda page: Top([math.sqrt, cmath.sqrt][page - 1]), lambda page: Top(Kind(page)),
         lambda page: Top(torch.Generator().manual_seed(page)), lambda page: Top(slice(page)),
         lambda page: Top(Page(page).lazy), lambda page: Top(lru_cache(lambda: page)),
+        lambda page: Top(private(page)), lambda page: Top(slotted(page)),
+        lambda page: Top(of_a_class(page, torch.nn.Module)()), lambda page: Top(Stateful(page)),
+        lambda page: Top(of_a_class(page)), lambda page: Learned([of_a_class(page)()]),
+        lambda page: Top(of_a_class(page, tuple)()), lambda page: Top({of_a_class(page)}),
+        lambda page: Top(of_an_enum(page).ONE), lambda page: Top(of_an_enum(page)),
+        lambda page: Top(beside(of_an_enum(1).ONE, page)),
+        lambda page: Top(objects(weights(page), 1)),
+        lambda page: Top(np.array([(weights(page),)], [("of", "f4", (32, 64))])),
+        lambda page: Top(np.array([(weights(page),)], [("of", "f4", (32, 64))])[0]),
+        lambda page: Top(beside(lambda x: x, page)), lambda page: Top(beside(partial(max), page)),
+        lambda page: Top(doubled(beside(lambda x: x, page))),
+        lambda page: Top(beside(weights(1).view(Array), page)), lambda page: Top(Marks(page)),
+        lambda page: Top(beside(torch.nn.Parameter(torch.ones(1)), page)),
+        lambda page: Top(with_marked_parameter(page)),
     ],
 )  # fmt: skip
 def test_a_policy_that_is_no_dataclass_is_named_by_its_settings_too(make):
     """Trust that one policy had earned passed to any other of its class, whatever its settings;
     later, to one that differed only in an array, whose repr leaves out rows and digits, and to one
-    that held another object which does not show its state."""
+    that held another object which does not show its state. Then to one that held another class, or
+    another attribute of a module, an array or a function."""
     assert name_of(make(1)) == name_of(make(1)) != name_of(make(2))
     ledgers, config = Ledgers(), impress.Config()
     keys = {ledgers.open(NAMESPACE, make(one), config) for one in (1, 2)}
@@ -559,8 +655,8 @@ def test_settings_of_a_class_and_functions_are_settings(make):
 def test_a_functions_sets_are_told_in_one_order():
     """A set that a function looks in is a constant of its code, in an order of that process."""
     code = (
-        "from impress.quality.names import _told\n"
-        "print(_told(lambda layer: layer in {'first', 'last', 'middle', 'another'}))"
+        "from impress.quality.told import told\n"
+        "print(told(lambda layer: layer in {'first', 'last', 'middle', 'another'}))"
     )
     assert len(said_by_processes(code)) == 1
 
@@ -766,6 +862,38 @@ def test_what_cannot_be_told_is_never_taken_for_another(kind):
     kept = [kind(0.9), kind(0.01)]
     assert len({*map(name_of, kept)}) == 2
     assert (name_of(kept[0]) == name_of(kind(0.9))) == (kind is Bound)  # an array's is told
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*deprecated")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda page: torch.tensor(weights(page)).to_sparse(),
+        lambda page: torch.quantize_per_tensor(
+            torch.tensor(weights(1)) * page, 0.1, 0, torch.qint8
+        ),
+        lambda page: np.frompyfunc(lambda x: x * page, 1, 1),
+        lambda page: objects(np.frompyfunc(lambda x: x * page, 1, 1)),
+    ],
+    ids=["sparse", "quantized", "ufunc", "ufunc in an array"],
+)
+def test_what_a_repr_abbreviates_is_not_taken_for_another(make):
+    """Sparse and quantised weights were told by their repr, which leaves out values, and a function
+    that NumPy calls by its name."""
+    assert name_of(Top(make(1))) != name_of(Top(make(2)))
+
+
+def test_what_classes_keep_is_told_once_each_though_they_lead_to_each_other():
+    """A class was told by its name alone. What it keeps may lead back to it, in as many ways as
+    twelve that know each other can be put in a row."""
+    kinds = [type(f"Kind{i}", (Plain,), {"page": i}) for i in range(12)]
+    for kind in kinds:
+        kind.others = kinds
+    assert name_of(Top(kinds[0](1))) == name_of(Top(kinds[0](1)))
+    names = {name_of(Top({kind(1) for kind in order})) for order in (kinds, kinds[::-1])}
+    assert len(names) == 1
+    kinds[7].page = 0
+    assert name_of(Top({kind(1) for kind in kinds})) not in names
 
 
 def test_rules_of_impress_own_are_in_the_key_and_not_in_the_name(monkeypatch):
