@@ -156,8 +156,9 @@ class Recency:
 class StaticH2O:
     """The top `keep` by the importance given when the prefix was stored, whatever the query.
 
-    The Transformers engine gives the attention of the prompt's last 16 rows (hf_observed), where
-    H2O takes that of all rows. Simplified as `AllHeads` is. The same as SnapWindow(pool=1).
+    The Transformers engine gives the attention of the prompt's last 16 rows (hf_observed; after a
+    hit, of those that were computed), where H2O takes that of all rows. Simplified as `AllHeads`
+    is. The same as SnapWindow(pool=1).
     """
 
     keep: float = 0.25

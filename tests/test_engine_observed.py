@@ -9,6 +9,7 @@ import torch
 import transformers
 from test_engine_hf import MODELS, assert_same_bits, attach, continued, prompts, tiny
 
+from impress.engines import hf_models
 from impress.engines.hf_observed import ATTENTION_NAME, OBSERVED_ROWS
 from impress.errors import Unsupported
 from impress.policy import Exact, Quality, SnapWindow, StaticH2O
@@ -98,6 +99,33 @@ def test_generated_rows_get_the_mean_and_a_chunked_prefill_is_seen(tmp_path):
     want = attention_of_last_rows(model, ids)[0]
     np.testing.assert_allclose(found[:, :100], want, rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(found[:, 100:], want.mean(1)[:, None].repeat(28, 1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [64, 7, 1])
+def test_the_last_rows_may_come_in_several_chunks(tmp_path, chunk):
+    """Rows of the last chunk alone were asked what matters: of 193 tokens in chunks of 64, one."""
+    model, ids = tiny("llama"), prompts(193)
+    with attach(model, tmp_path, policy=SnapWindow(0.25)) as engine:
+        engine.generate(ids, max_new_tokens=1, policy=Exact(), prefill_chunk_size=chunk)
+        engine.flush()
+        (found,) = stored_importance(engine)
+    want = attention_of_last_rows(model, ids)[0, :, :192]
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-7)
+
+
+def test_after_a_hit_the_rows_that_were_computed_are_asked(tmp_path):
+    """Fewer than 16, where the prompt goes on for less: the others' queries are not to be had."""
+    model, ids = tiny("llama"), prompts(133)
+    chunks = {} if hf_models._VERSION < (5, 21) else {"prefill_chunk_size": 2}
+    with attach(model, tmp_path, policy=Quality(0.1), mode="exact") as engine:
+        engine.generate(ids[:, :128], max_new_tokens=1)
+        engine.flush()
+        engine.generate(ids, max_new_tokens=60, policy=Exact(), **chunks)
+        assert engine.last_request.hit_tokens == 128
+        engine.flush()
+        _, found = stored_importance(engine)
+    want = attention_of_last_rows(model, ids, 5)[0]
+    np.testing.assert_allclose(found[:, :5], want[:, 128:], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("policy", [StaticH2O(0.25), SnapWindow(0.25)])

@@ -39,19 +39,28 @@ class Observed:
         """Keeps n_rows, at least those that importance is made of."""
         self.n_prompt = n_prompt
         self._n_rows = max(n_rows, OBSERVED_ROWS)
-        self._rows: dict[int, tuple[torch.Tensor, float]] = {}  # by layer, with the scaling
+        # By layer, with the scaling, and how many keys there were: where the rows end.
+        self._rows: dict[int, tuple[torch.Tensor, float, int]] = {}
 
     def note(self, layer: int, query: torch.Tensor, n_keys: int, scaling: float | None) -> None:
-        """Keep the last rows of query [batch, n_heads, q, head_dim], of the prompt's last pass."""
-        if n_keys <= self.n_prompt:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            self._rows[layer] = query[:, :, -self._n_rows :].clone(), scale
+        """Keep the last rows of query [batch, n_heads, q, head_dim], a pass over the prompt; where
+        it has too few, with those of the pass before (a prompt may come in chunks)."""
+        if n_keys > self.n_prompt:
+            return
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        q = query.shape[2]
+        before, _, end = self._rows.get(layer, (None, 0.0, -1))
+        if before is not None and q < self._n_rows and end == n_keys - q:
+            query = torch.cat([before, query], 2)  # a copy, as the other is
+            self._rows[layer] = query[:, :, -self._n_rows :], scale, n_keys
+        else:
+            self._rows[layer] = query[:, :, -self._n_rows :].clone(), scale, n_keys
 
     def rows(self, layer: int, batch_row: int) -> tuple[torch.Tensor, float] | None:
         """The rows [n_heads, r, head_dim] and their scaling; None where the layer was not seen."""
         if layer not in self._rows:
             return None
-        rows, scaling = self._rows[layer]
+        rows, scaling, _ = self._rows[layer]
         return rows[batch_row], scaling
 
     @torch.no_grad()
@@ -65,7 +74,7 @@ class Observed:
         """
         if layer not in self._rows:
             return None
-        rows, scaling = self._rows[layer]
+        rows, scaling, _ = self._rows[layer]
         query = rows[batch_row, :, -OBSERVED_ROWS:].to(keys.device)
         n_asked, n = query.shape[1], keys.shape[1]
         future = torch.ones(n_asked, n, dtype=torch.bool, device=keys.device).triu_(n - n_asked + 1)
