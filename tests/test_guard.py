@@ -363,6 +363,16 @@ class Quiet:
     name = "quiet"
 
 
+@dataclass(frozen=True)
+class Layered:
+    """A user's policy, with a share for each layer."""
+
+    keep: tuple[float, ...]
+    name = "layered"
+    needs_suffix_lse = True
+    probe = None
+
+
 class Pair(NamedTuple):
     weights: Any
     keep: float
@@ -907,6 +917,32 @@ def test_rules_of_impress_own_are_in_the_key_and_not_in_the_name(monkeypatch):
     assert names == [repr(Quality())] * 3
 
 
+@pytest.mark.parametrize(
+    ("policy", "n_shown"), [(Quality(), 1), (Paper(), 1), (Layered((0.5,) * 99), 2)]
+)
+def test_a_ledger_of_other_rules_is_not_shown(monkeypatch, policy, n_shown):
+    """`impress explain` said that a policy was trusted, by a ledger of rules that it had no more.
+    Of a name that was cut, it cannot be told whose the ledger is."""
+    config, saved = impress.Config(guard_shadows=1), {}
+    for rules in (7, 8):
+        monkeypatch.setattr("impress.quality.ledgers.RULES", rules)
+        ledgers = Ledgers(saved.get)
+        key = ledgers.open(NAMESPACE, policy, config)
+        ledgers.note(key, CLEAN if rules == 7 else OVER)
+        saved |= ledgers.dump()
+    states = [shown["state"] for shown in decoded(saved.items())]
+    assert len(saved) == 2 and states == ["trusted", "earning"][-n_shown:]
+
+
+@pytest.mark.parametrize("name", ["a", "a" * 400, "a" * 401, "a" * 399 + "é", "a" * 397 + "😀"])
+def test_no_ledger_of_these_rules_is_left_out(monkeypatch, name):
+    """However long its name, which is cut, maybe before a letter of several bytes."""
+    monkeypatch.setattr("impress.quality.ledgers.name_of", lambda policy: name)
+    ledgers = Ledgers()
+    ledgers.decide(ledgers.open(NAMESPACE, Quality(), impress.Config()), 0.0)
+    assert decoded(ledgers.dump().items()) == ledgers.snapshot() != []
+
+
 @pytest.mark.parametrize("make", [Top, Learned])
 def test_a_setting_that_is_a_set_is_told_in_one_order(make):
     """It was named in the process's own order: trust was lost at every restart."""
@@ -923,16 +959,6 @@ def test_policies_that_are_dataclasses_keep_their_ledgers():
     assert [name_of(policy) for policy in policies] == named
     assert name_of(Layered((0.5,))).startswith(f"{__name__}.Layered(keep=(0.5,)) ")
     assert named[0] == "Paper(keep=0.25, alpha=0.6, gate=True, fallback='layer')"
-
-
-@dataclass(frozen=True)
-class Layered:
-    """A user's policy, with a share for each layer."""
-
-    keep: tuple[float, ...]
-    name = "layered"
-    needs_suffix_lse = True
-    probe = None
 
 
 def test_policies_that_differ_behind_a_long_start_have_ledgers_of_their_own():

@@ -117,7 +117,7 @@ def _print_stop(stop: dict[str, Any], window: int) -> None:
 
 
 def _print_guard(ledgers: list[dict[str, Any]]) -> None:
-    """One line for each policy that was ever guarded in the namespace."""
+    """One line for each policy that was ever guarded in the namespace, by these RULES."""
     if not ledgers:
         say("guard: –")
     for ledger in ledgers:

@@ -65,8 +65,7 @@ class Ledgers:
     def open(self, namespace: bytes, policy: Any, config: Config) -> bytes:
         """The key of a policy's ledger in a namespace; the ledger exists from now on."""
         name = name_of(policy)
-        salt = RULES.to_bytes(16, "little")  # in the key alone: the name is shown
-        key = namespace + hashlib.blake2b(name.encode(), digest_size=8, salt=salt).digest()
+        key = namespace + _digest(name)
         name = name.encode()[:_MOST_NAME].decode(errors="ignore")  # shown; the key is of all of it
         target, n_wanted = target_of(policy, config), config.guard_shadows
         with self._lock:
@@ -141,6 +140,12 @@ def target_of(policy: Any, config: Config) -> float:
     return float(own) if isinstance(own, Real) else config.guard_missing_mass
 
 
+def _digest(name: str) -> bytes:
+    """The end of the key of a policy's ledger. RULES are in it alone: the name is shown."""
+    salt = RULES.to_bytes(16, "little")
+    return hashlib.blake2b(name.encode(), digest_size=8, salt=salt).digest()
+
+
 def shown(key: bytes, entry: Entry) -> dict[str, Any]:
     """A ledger for people and for JSON."""
     ledger = entry.ledger
@@ -169,9 +174,16 @@ def shown(key: bytes, entry: Entry) -> dict[str, Any]:
 
 
 def decoded(values: Iterable[tuple[bytes, bytes]]) -> list[dict[str, Any]]:
-    """The ledgers of saved values; damaged ones are left out."""
+    """The ledgers of saved values. Damaged ones are left out, and those of other RULES, which no
+    request goes by; not where the name was cut (UTF-8: by up to 3 bytes more), so that no key can
+    be made of it."""
     found = ((key, decode(raw)) for key, raw in values)
-    return [shown(key, entry) for key, entry in found if entry is not None]
+    return [
+        shown(key, entry)
+        for key, entry in found
+        if entry is not None
+        and (len(entry.policy.encode()) >= _MOST_NAME - 3 or key[-8:] == _digest(entry.policy))
+    ]
 
 
 def encode(entry: Entry) -> bytes:
