@@ -110,12 +110,27 @@ def assert_same_bits(mine, theirs):
         assert (a - b).abs().max().item() == 0.0, f"step {step}"
 
 
+class WithConfig(torch.nn.Module):
+    """No Transformers model, though it has a config, as one written by hand does, and maybe a
+    model within it, as a wrapper that adds a value head does."""
+
+    def __init__(self, config, model=None):
+        super().__init__()
+        self.config, self.model = config, model
+
+    def generate(self, *args, **options):
+        return self.model.generate(*args, **options)
+
+
 def test_attach_says_what_it_wants_of_arguments_of_another_type(tmp_path):
-    """A model's name or a dict of settings raised the AttributeError of whatever met it first."""
+    """A model's name or a dict of settings raised the AttributeError of whatever met it first; so
+    did modules with a config that are no Transformers models."""
     model, path = tiny(), tmp_path / "s"
     for given, config, said in (
         ("gpt2", None, "model: want a Transformers model .*from_pretrained.*got str"),
         (torch.nn.Linear(1, 1), None, "model: .*got Linear"),
+        (WithConfig(SimpleNamespace(n_layer=2)), None, "model: .*got WithConfig"),
+        (WithConfig(model.config, model), None, "model: .*got WithConfig"),
         (model, {"dram_bytes": 1}, "config: want impress.Config .*got dict"),
     ):
         with pytest.raises(impress.BadInput, match=f"^{said}$"):

@@ -43,6 +43,7 @@ from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
 from impress.engines.hf_output import FirstLogits, PromptOnce, RawLogits, hearing
 from impress.engines.hf_prefix import StoredPrefix, end_early, end_reads, find_prefix, lock_pages
 from impress.engines.hf_request import Request, totals
+from impress.engines.hf_settings import setting
 from impress.engines.hf_storing import OF_CHOSEN, Outcome, StoreQueue, do_all
 from impress.engines.hf_weights import Weights
 from impress.engines.virtual import Virtual as Virtual  # README names it here
@@ -379,7 +380,7 @@ class Engine:
         """
         job = None
         if cache is not None:
-            ends = hf_models.setting(self.model, prompt.options, "eos_token_id")
+            ends = setting(self.model, prompt.options, "eos_token_id")
             job = self._storing.job(cache, sequences, prompt.n_tokens, ends, hit)
         if watch is not None:
             watch.cache, watch.sequences = cache, sequences

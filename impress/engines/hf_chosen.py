@@ -28,6 +28,7 @@ from impress.engines.buffers import Rental
 from impress.engines.hf_cache import RequestCache, RowsLayer, untraced
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_observed import ATTENTION_NAME as OBSERVED_NAME
+from impress.engines.hf_settings import setting
 from impress.engines.rounding import fpmath
 from impress.errors import BadInput, ImpressError, Unsupported
 from impress.policy import Exact, KeepAll, Policy, SnapWindow, StaticH2O
@@ -102,7 +103,7 @@ def check_choosing(model: Any, prompt: Prompt, policy: Policy) -> None:
         "prefill_chunk_size": "its rows are chosen by the whole query",
         "output_attentions": "its attention gives no weights",
     }.items():
-        if hf_models.setting(model, prompt.options, name):
+        if setting(model, prompt.options, name):
             raise Unsupported(f"{name} under policy {policy.name} is not supported: {why}")
     if (hf_models.is_rounded() or fpmath()) and _rounds_scores(model, prompt):
         raise Unsupported(

@@ -5,7 +5,6 @@ Pure checks and shapes: nothing here touches a store or runs a model.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import GenerationConfig, MaxLengthCriteria
+from transformers import GenerationConfig, PreTrainedConfig
 
 from impress.engines.hf_lengths import check_lengths
 from impress.engines.hf_modules import (
@@ -27,6 +26,7 @@ from impress.engines.hf_modules import (
     modules_of,
     served_modules,
 )
+from impress.engines.hf_settings import most_new, on_host, setting
 from impress.engines.rounding import fpmath
 from impress.engines.versions import check_versions, version_of
 from impress.errors import BadInput, Unsupported
@@ -35,7 +35,6 @@ from impress.types import Geometry
 
 FAMILIES = ("opt", "llama", "qwen2", "qwen3", "mistral")
 ATTENTION = ("sdpa", "eager")  # the stock kernels whose result was compared bit by bit
-DEFAULT_NEW_TOKENS = 32
 
 # Arguments that would change the prompt, where its rows lie or whose the cache is, unless None.
 _REFUSED = {
@@ -104,11 +103,16 @@ def geometry_of(config: Any, dtype: Any) -> Geometry:
     )
 
 
+#: What the engine asks of a model, besides generate(): wrappers of PEFT and torch pass these on.
+_OF_MODELS: Final = ("can_generate", "device", "dtype", "set_attn_implementation")
+
+
 def check_types(model: Any, config: Any) -> None:
     """Raises BadInput where `attach` was given something other than it takes; Unsupported where
     torch or Transformers are too old."""
     check_versions()
-    if not isinstance(model, torch.nn.Module) or getattr(model, "config", None) is None:
+    is_one = isinstance(model, torch.nn.Module) and all(hasattr(model, name) for name in _OF_MODELS)
+    if not is_one or not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise BadInput(
             "model: want a Transformers model (AutoModelForCausalLM.from_pretrained(name)), "
             f"got {type(model).__name__}"
@@ -215,7 +219,7 @@ def check_request(
     if setting(model, kwargs, "cache_implementation") is not None:
         kwargs["cache_implementation"] = None  # generate() wants none beside a cache
     n_tokens = int(ids.shape[1])
-    n_new = _n_new(model, n_tokens, max_new_tokens, kwargs)
+    n_new = most_new(model, n_tokens, max_new_tokens, kwargs)
     check_lengths(model.config, n_tokens, n_new)
     return Prompt(
         input_ids=ids,
@@ -327,26 +331,6 @@ def _check_pads(model: Any, kwargs: Mapping[str, Any], tokens: npt.NDArray[np.in
         )
 
 
-def setting(model: Any, kwargs: Mapping[str, Any], name: str) -> Any:
-    """A generation setting as generate() resolves it: argument, given config, the model's own."""
-    asked = _asked(kwargs, name)
-    if asked is not None or name in kwargs:  # an argument of None overrides both configs
-        return asked
-    return getattr(model.generation_config, name, None)
-
-
-def _asked(kwargs: Mapping[str, Any], name: str) -> Any:
-    """A generation setting where this very call names it; else None."""
-    if name in kwargs:
-        return kwargs[name]
-    return getattr(kwargs.get("generation_config"), name, None)
-
-
-def on_host(value: Any) -> Any:
-    """A setting as numpy takes it, even from a device."""
-    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
-
-
 def _check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
     for name, why in _REFUSED.items():
         value = setting(model, kwargs, name)
@@ -370,30 +354,3 @@ def _check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
     cache = setting(model, kwargs, "cache_implementation")
     if cache not in (None, "dynamic", "hybrid"):  # hybrid: what older checkpoints name by default
         raise Unsupported(f"cache_implementation={cache!r} is not supported, only the dynamic one")
-
-
-def _n_new(model: Any, n_tokens: int, max_new_tokens: int | None, kwargs: dict[str, Any]) -> int:
-    """Most new tokens. Adds max_new_tokens to kwargs where the call sets no length."""
-    if max_new_tokens is not None:
-        kwargs["max_new_tokens"] = max_new_tokens
-    new, length = (_whole(_asked(kwargs, name), name) for name in ("max_new_tokens", "max_length"))
-    if new is None and length is not None:
-        # In generate() the model's own max_new_tokens takes precedence over a call's max_length.
-        own = _whole(setting(model, kwargs, "max_new_tokens"), "max_new_tokens")
-        new = length - n_tokens if own is None else own
-    elif new is None:
-        new = kwargs["max_new_tokens"] = DEFAULT_NEW_TOKENS
-    for criterion in kwargs.get("stopping_criteria") or ():
-        if type(criterion) is MaxLengthCriteria:  # in Transformers it overrides all that
-            new = max(new, criterion.max_length - n_tokens)
-    if new < 1:
-        raise BadInput(f"at least one new token must be asked for, got {new}")
-    return new
-
-
-def _whole(asked: Any, name: str) -> int | None:
-    """What a setting says as an int, or None."""
-    try:
-        return None if asked is None else operator.index(asked)
-    except TypeError:
-        raise BadInput(f"{name} must be a whole number, got {asked!r}") from None

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from impress.engines.hf_cache import RowsCache
-from impress.engines.hf_models import on_host
+from impress.engines.hf_settings import on_host
 from impress.errors import ImpressError, StoreFailed
 from impress.store import PrefixStore
 from impress.write.draft import Stored
