@@ -96,12 +96,17 @@ def adapter_settings(model: Any) -> list[list[str]]:
     Pure. Empty for a model without such layers.
     """
     layers = [
-        [uncompiled(name), *(_setting(module, key) for key in _ADAPTER_SETTINGS)]
+        [uncompiled(name), *layer_settings(module)]
         for name, module in model.named_modules()
         if type(module).__module__.partition(".")[0] == "peft"
     ]
     configs = (getattr(model, "peft_config", None) or {}) if layers else {}
     return [*layers, *([name, _said(config)] for name, config in sorted(configs.items()))]
+
+
+def layer_settings(layer: Any) -> list[str]:
+    """Of one of PEFT's layers: which adapters are active, merged and how scaled."""
+    return [_setting(layer, key) for key in _ADAPTER_SETTINGS]
 
 
 def _setting(module: Any, name: str) -> str:

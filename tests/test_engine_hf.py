@@ -657,6 +657,44 @@ def test_a_model_that_answers_by_a_cache_of_its_own_costs_no_answer(tmp_path):
         assert engine.store.lookup(ids[0].numpy()) == engine.store.buffers.used_bytes == 0
 
 
+class ByName(transformers.LlamaForCausalLM):
+    """Like PEFT 0.18's models of prompt learning, which hand on what has a name."""
+
+    def generate(self, *args, **named):
+        return super().generate(**named)
+
+
+def test_a_generate_that_hands_on_what_has_a_name_is_given_the_prompt(tmp_path):
+    """The prompt came without a name and was lost: Transformers answered a lone first token."""
+    model, ids = tiny(bos_token_id=0), prompts(200)
+    bare = model.generate(ids, max_new_tokens=4)
+    model.__class__ = ByName
+    with attach(model, tmp_path) as engine:
+        for hit in (0, 192):
+            assert torch.equal(engine.generate(ids, max_new_tokens=4), bare)
+            assert engine.last_request.hit_tokens == hit
+            engine.flush()
+
+
+class Elsewhere(transformers.LlamaForCausalLM):
+    """Answers another prompt than it is given."""
+
+    def generate(self, input_ids, attention_mask, **named):
+        return super().generate(input_ids.flip(1), attention_mask=attention_mask, **named)
+
+
+def test_an_answer_to_another_prompt_is_refused_before_a_token_is_out(tmp_path):
+    """Its rows were stored under the prompt that it did not answer."""
+    model, ids, heard = tiny(), prompts(100), Heard()
+    model.__class__ = Elsewhere
+    with attach(model, tmp_path) as engine:
+        with pytest.raises(Unsupported, match=r"^the model's generate did not continue"):
+            engine.generate(ids, max_new_tokens=4, streamer=heard)
+        engine.flush()
+        assert len(heard.parts) == 1  # the prompt
+        assert engine.store.lookup(ids[0].numpy()) == engine.store.buffers.used_bytes == 0
+
+
 def test_a_store_given_stays_open_and_serves_again(tmp_path):
     model, ids = tiny(), prompts(130)
     geometry = hf_models.geometry_of(model.config, model.dtype)
@@ -2120,6 +2158,87 @@ def test_a_model_that_is_set_otherwise_during_a_request_leaves_nothing_of_it(
             engine.generate(ids, max_new_tokens=2, streamer=Changing())
         engine.flush()
         assert engine.store.lookup(ids[0].numpy()) == hit
+
+
+class AdaptedLinear(torch.nn.Linear):
+    """Like a layer of PEFT's: which of its adapters answers is kept beside its tensors."""
+
+    __module__ = "peft.tuners.lora.layer"
+
+    def forward(self, x):
+        rows = super().forward(x)
+        return rows if self.disable_adapters else rows * self.scaling[self.active_adapters[0]]
+
+
+def adapted(**changes):
+    """A model with two adapters in both layers, of which the first is active."""
+    model = tiny(**changes)
+    for layer in model.model.layers:
+        adapted = layer.self_attn.k_proj
+        adapted.__class__ = AdaptedLinear
+        adapted.active_adapters, adapted.disable_adapters = ["a"], False
+        adapted.merged_adapters, adapted.scaling = [], {"a": 1.0, "b": 3.0}
+    return model
+
+
+def another_adapter(model, back):
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.active_adapters = ["a" if back else "b"]
+
+
+def no_adapter(model, back):
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.disable_adapters = not back
+
+
+def training(model, back):
+    model.train(not back)
+
+
+def a_mask_of_nothing(model, back):
+    for module in (model.config, *(layer.self_attn for layer in model.model.layers)):
+        module.is_causal = back
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 2), (2, None)], ids=["the prompt", "the answer"])
+@pytest.mark.parametrize("hit", [0, 64])
+@pytest.mark.parametrize("change", [another_adapter, no_adapter, training, a_mask_of_nothing])
+def test_a_model_that_is_set_back_before_an_answers_end_leaves_nothing_of_it(
+    tmp_path, change, hit, first, last
+):
+    """How it was set was asked once the answer was there: another adapter's rows were stored as
+    this one's, and the next prompt found them."""
+
+    class Switching(Heard):
+        def put(self, value):
+            super().put(value)
+            if len(self.parts) in (first, last):
+                change(model, len(self.parts) == last)
+
+        def end(self):
+            change(model, True)
+
+    model, ids = adapted(attention_dropout=0.5), prompts(100)
+    with attach(model, tmp_path) as engine:
+        if hit:
+            engine.generate(ids, max_new_tokens=1)
+            engine.flush()
+        out = engine.generate(ids, max_new_tokens=80, streamer=Switching())
+        engine.flush()
+        assert engine.last_request.hit_tokens == hit
+        assert engine.last_request.refused == "the model changed while it answered"
+        assert engine.store.lookup(out[0].numpy()) == hit
+        wait_for_promotions(engine.store)
+        assert engine.store.buffers.used_bytes == 0
+        longer = torch.cat([out, prompts(20, seed=2)], 1)
+        options = {"output_logits": True, "return_dict_in_generate": True}
+        mine = engine.generate(longer, max_new_tokens=8, **options)
+        assert engine.last_request.hit_tokens == hit
+        assert engine.last_request.refused == ""
+    if hit:
+        assert_same_bits(mine, continued(model, ids, longer, hit))
+    else:
+        assert_same_bits(mine, model.generate(longer, max_new_tokens=8, **options))
 
 
 def test_another_dtype_or_geometry_than_the_directory_is_refused_naming_both(tmp_path):

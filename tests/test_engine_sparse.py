@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import threading
@@ -37,6 +38,7 @@ from test_engine_hf import (
     last_layer_keys,
     prompts,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import impress
 from impress.engines import hf
@@ -213,6 +215,57 @@ def test_a_compiled_model_has_the_bits_of_one_that_is_not(tmp_path, compiled, po
     assert requests[1].mode == requests[0].mode
     assert requests[1].chosen_rows_share == requests[0].chosen_rows_share
     assert_same_bits(*answers)
+
+
+@pytest.mark.parametrize("n_tokens", [193, 200])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_layer_that_goes_by_a_config_of_its_own_is_refused_where_rows_are_chosen(
+    tmp_path, layer, n_tokens
+):
+    """A copied layer's config is a copy, so its attention stayed the stock one. As the last layer
+    it attended to new rows alone: the answer was another one, said to miss nothing, or of more than
+    one new token torch's error."""
+    model, ids = model_of("llama"), prompts(n_tokens)
+    model.model.layers[layer] = copy.deepcopy(model.model.layers[layer])
+    bare = model.generate(ids, max_new_tokens=4)
+    with attach(model, tmp_path, policy=KeepAll()) as engine:
+        for hit in (0, 192):
+            said = rf"^layer {layer} attends by a config of its own.* policy keep_all .*Exact\(\)$"
+            with pytest.raises(Unsupported, match=said):
+                engine.generate(ids, max_new_tokens=4)
+            assert torch.equal(engine.generate(ids, max_new_tokens=4, policy=Exact()), bare)
+            assert engine.last_request.hit_tokens == hit
+            engine.flush()
+        model.model.layers[layer].self_attn.config = model.config  # as the line says
+        assert torch.equal(engine.generate(ids, max_new_tokens=4), bare)
+        assert engine.last_request.mode == "sparse"
+
+
+class StockAttention(LlamaAttention):
+    """Runs the stock function whatever its config says."""
+
+    def forward(self, *args, **named):
+        before, self.config = self.config, copy.copy(self.config)
+        self.config._attn_implementation = "sdpa"
+        try:
+            return super().forward(*args, **named)
+        finally:
+            self.config = before
+
+
+def test_a_last_layer_of_another_attention_is_noticed_before_a_token_is_out(tmp_path):
+    """Whether a layer had attended to chosen rows was asked as the next layer came, so of the last
+    one nobody asked."""
+    model, ids, heard = model_of("llama"), prompts(193), Heard()
+    model.model.layers[-1].self_attn.__class__ = StockAttention
+    with attach(model, tmp_path, policy=KeepAll()) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        with pytest.raises(Unsupported, match=r"^layer 2 ran another attention than ours$"):
+            engine.generate(ids, max_new_tokens=4, streamer=heard)
+        assert len(heard.parts) == 1  # the prompt
+        assert engine.generate(ids, max_new_tokens=1, policy=Exact()).shape == (1, 194)
+        assert engine.last_request.hit_tokens == 192
 
 
 def n_stored(engine, ids):

@@ -22,7 +22,7 @@ from typing import Any
 
 try:
     import torch
-    from transformers import LogitsProcessorList, StoppingCriteriaList
+    import transformers  # noqa: F401  # named where it lacks; what is imported below needs it
 except ModuleNotFoundError as gone:
     what = f"impress.engines.hf needs {gone.name}: pip install '.[hf]' in impress's clone"
     raise ModuleNotFoundError(what, name=gone.name) from None
@@ -40,7 +40,7 @@ from impress.engines.hf_mode import EXACT, Modes
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_models import geometry_of as geometry_of  # README names it here
 from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
-from impress.engines.hf_output import FirstLogits, PromptOnce, RawLogits, hearing
+from impress.engines.hf_output import FirstLogits, Given, PromptOnce, RawLogits, hearing
 from impress.engines.hf_prefix import StoredPrefix, end_early, end_reads, find_prefix, lock_pages
 from impress.engines.hf_request import Request, totals
 from impress.engines.hf_settings import setting
@@ -229,8 +229,8 @@ class Engine:
             )
             if not lost:  # after a lost prefix the model ran twice
                 self._modes.learn(request, way, len(prompt.rows), first.turn_ms, unread)
-            given = first.given.named(prompt.rows, sequences)
-            self._last = request, self._store(prompt, given, cache, hit, watch, undo)
+            stored = self._store(prompt, sequences, first.given, cache, hit, watch, undo)
+            self._last = request, stored
         return result
 
     def flush(self) -> None:
@@ -359,29 +359,27 @@ class Engine:
         self, prompt: Prompt, cache: RowsCache | ChosenCache, once: PromptOnce | None,
         first: FirstLogits,
     ) -> Any:  # fmt: skip
-        options = dict(prompt.options)
-        processors = [first, *(options.pop("logits_processor", None) or [])]
-        criteria = [*(options.pop("stopping_criteria", None) or []), first.given]
+        options = first.begin(self.model, prompt, cache)
         cache.layers[0].begun = self._storing.go_on
         with within_positions(self.model.config, cache):
-            return self.model.generate(
-                prompt.input_ids, attention_mask=torch.ones_like(prompt.input_ids),
-                past_key_values=cache, logits_processor=LogitsProcessorList(processors),
-                stopping_criteria=StoppingCriteriaList(criteria), streamer=once, **options,
+            return self.model.generate(  # by name: PEFT before 0.19 drops what has none
+                input_ids=prompt.input_ids, attention_mask=torch.ones_like(prompt.input_ids),
+                past_key_values=cache, streamer=once, **options,
             )  # fmt: skip
 
     def _store(
-        self, prompt: Prompt, sequences: torch.Tensor, cache: RowsCache | None, hit: int,
-        watch: Watch | None, undo: ExitStack,
+        self, prompt: Prompt, sequences: torch.Tensor, given: Given, cache: RowsCache | None,
+        hit: int, watch: Watch | None, undo: ExitStack,
     ) -> Outcome:  # fmt: skip
         """Hand new whole windows to the storing thread, and the request to the auditor.
 
         The cache is freed when both are done with it, no longer by `undo`.
         """
-        job = None
+        job, sequences = None, given.named(prompt.rows, sequences)
         if cache is not None:
             ends = setting(self.model, prompt.options, "eos_token_id")
             job = self._storing.job(cache, sequences, prompt.n_tokens, ends, hit)
+            job.outcome.refused = given.changed or job.outcome.refused
         if watch is not None:
             watch.cache, watch.sequences = cache, sequences
             if cache is not None and job is not None:

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from impress.engines.buffers import Rental, VirtualBuffers
+from impress.engines.hf_compiled import untraced
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_observed import Observed
 from impress.errors import PrefixLost, StoreFailed, Unsupported
@@ -29,14 +30,6 @@ from impress.types import Geometry
 from tiers.base import round_up
 from tiers.errors import MediumError
 from tiers.slots import Buffer, BufferPool
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def untraced(function: _F) -> _F:
-    """A function that torch.compile runs as it is: traced, code that reads the rows would fail."""
-    kept: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return kept
 
 
 class Prefix(Protocol):
@@ -293,6 +286,9 @@ class RequestCache(Cache):  # type: ignore[misc]  # the base is untyped
         """
         layer = self.layers[index] if index < len(self.layers) else None
         return layer if layer is not None and layer.owns(key) else None
+
+    def check_attended(self) -> None:
+        """Raises Unsupported after a first pass that did not attend as the request wants it."""
 
 
 class RowsCache(RequestCache):

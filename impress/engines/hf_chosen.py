@@ -18,14 +18,15 @@ from contextvars import ContextVar
 from typing import Any, Final, Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from impress.config import Config
 from impress.engines import hf_models
 from impress.engines.buffers import Rental
-from impress.engines.hf_cache import RequestCache, RowsLayer, untraced
+from impress.engines.hf_cache import RequestCache, RowsLayer
+from impress.engines.hf_compiled import untraced
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_observed import ATTENTION_NAME as OBSERVED_NAME
 from impress.engines.hf_settings import setting
@@ -105,6 +106,16 @@ def check_choosing(model: Any, prompt: Prompt, policy: Policy) -> None:
     }.items():
         if setting(model, prompt.options, name):
             raise Unsupported(f"{name} under policy {policy.name} is not supported: {why}")
+    # What set_attn_implementation reaches: each attention goes by its own config.
+    reached = {id(m.config) for m in prompt.found.modules if isinstance(m, PreTrainedModel)}
+    for module in prompt.found.modules:
+        own = module.__dict__
+        if "layer_idx" in own and "config" in own and id(own["config"]) not in reached:
+            raise Unsupported(
+                f"layer {own['layer_idx']} attends by a config of its own, as a copied layer does, "
+                f"and policy {policy.name} does not reach that: give its attention the model's "
+                "config, or the call policy=impress.Exact()"
+            )
     if (hf_models.is_rounded() or fpmath()) and _rounds_scores(model, prompt):
         raise Unsupported(
             f"float16 on a CPU under policy {policy.name}: torch or oneDNN may round the float32 "
@@ -204,8 +215,7 @@ class ChosenCache(RequestCache):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if layer_idx and not self.layers[layer_idx - 1].is_chosen:
-            # It saw no prefix: an answer must not come of it.
-            raise Unsupported(f"layer {layer_idx - 1} ran another attention than ours")
+            raise _other_attention(layer_idx - 1)
         if not self._all_chosen and self.layers[layer_idx].is_chosen:
             self._all_chosen = True
             self._prefix.close()  # decoding begins: what was read has been copied
@@ -220,12 +230,23 @@ class ChosenCache(RequestCache):
         rows: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].lay_down(k, v)
         return rows
 
+    def check_attended(self) -> None:
+        """Raises Unsupported after a first pass in which a layer did not attend by `attend`."""
+        for index, layer in enumerate(self.layers):
+            if not layer.is_chosen:
+                raise _other_attention(index)
+
     def release(self) -> None:
         """Give all memory back to the pool. Idempotent."""
         for layer in self.layers:
             layer.release()
         if self._rental is not None:
             self._rental.release()
+
+
+def _other_attention(layer: int) -> Unsupported:
+    """It saw no prefix: an answer must not come of it."""
+    return Unsupported(f"layer {layer} ran another attention than ours")
 
 
 @untraced

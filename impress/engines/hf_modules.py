@@ -8,7 +8,7 @@ a device, torch.compile's wrappers, what PEFT puts back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from inspect import unwrap
 from types import FunctionType, ModuleType
@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from impress.engines.versions import version_of
 from impress.errors import Unsupported
+from impress.foreign import layer_settings
 from impress.values import uncompiled_call
 
 #: The package of the code that comes with a model's files (trust_remote_code).
@@ -37,6 +38,8 @@ _MASKS: Final = ("create_causal_mask", "create_sliding_window_causal_mask")
 _BY_PASS: Final = frozenset({"Float8Linear", "FourOverSixLinear", "NVFP4Linear"})
 #: That of LLM.int8(). PEFT's class of this name has no state.
 _INT8: Final = "Linear8bitLt"
+#: What tells PEFT's layers from its wrappers.
+_DISABLED: Final = "disable_adapters"
 #: A config that is changed later changes no module.
 INT8_ADVICE: Final = (
     "load the model with llm_int8_threshold=0.0 (of a checkpoint saved in 8 bit: in its "
@@ -188,6 +191,26 @@ def check_adapters(model: Any) -> None:
                 f"adapter {name!r} is {kind}, and a token's keys then depend on what follows: "
                 "delete it"
             )
+
+
+def switches(model: Any, found: Found) -> Callable[[], list[Any]]:
+    """What asks how a model is set: training mode, causality, which adapters are active.
+
+    For code that runs within an answer and may set it back before the end. Asked in every pass, so
+    of one attention and one of PEFT's layers alone: train() and set_adapter() set all of them.
+    """
+    attention = next((m for m in found.modules if "layer_idx" in m.__dict__), model)
+    layer = None
+    if of_package(found, "peft") is not None:  # its wrappers pass a method of this name on
+        layers = (m for m in found.modules if _package(type(m)) == "peft")
+        layer = next((m for m in layers if isinstance(getattr(m, _DISABLED, None), bool)), None)
+
+    def now() -> list[Any]:
+        own = attention.__dict__
+        causal = own.get("is_causal"), getattr(model.config, "is_causal", None)
+        return [attention.training, causal, *([] if layer is None else layer_settings(layer))]
+
+    return now
 
 
 def check_functions(found: Found) -> None:

@@ -3,7 +3,7 @@ and what the guard compares."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -12,17 +12,25 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from impress.engines.hf_modules import bare
-from impress.errors import PrefixLost
+from impress.engines.hf_cache import RequestCache
+from impress.engines.hf_models import Prompt
+from impress.engines.hf_modules import bare, switches
+from impress.errors import PrefixLost, Unsupported
 
 #: Tokens of an answer that are compared with the exact one's.
 MOST_COMPARED: Final = 64
 
 
 class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
-    """Changes nothing; notes when the first logits came. `given`: notes what its passes are given.
+    """Changes nothing; notes when the first logits came, and refuses those that are not of the
+    prompt, or of no prefix. `given`: notes what its passes are given.
 
     Made when the request's turn has come. Called before the caller's own processors.
     """
@@ -33,6 +41,18 @@ class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
         self._called = called
         self._made = perf_counter()
         self.given = Given()
+        self._run: tuple[torch.Tensor, RequestCache] | None = None
+
+    def begin(self, model: Any, prompt: Prompt, cache: RequestCache) -> dict[str, Any]:
+        """A run of generate() over this cache begins: its options, with these two among them."""
+        self._run = prompt.input_ids, cache
+        self.given.begin(switches(model, prompt.found))
+        options = dict(prompt.options)
+        processors = [self, *(options.pop("logits_processor", None) or [])]
+        criteria = [*(options.pop("stopping_criteria", None) or []), self.given]
+        options["logits_processor"] = LogitsProcessorList(processors)
+        options["stopping_criteria"] = StoppingCriteriaList(criteria)
+        return options
 
     def check_ours(self, err: PrefixLost) -> None:
         """Raises the error where it comes from the caller's processors, criteria or streamer, which
@@ -47,17 +67,38 @@ class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
             now = perf_counter()
             self.ttft_ms = (now - self._called) * 1000
             self.turn_ms = (now - self._made) * 1000
+            self.given.look()
+            if self._run is not None:
+                self._check(input_ids, *self._run)
         return scores
+
+    def _check(self, given: torch.Tensor, prompt: torch.Tensor, cache: RequestCache) -> None:
+        if not torch.equal(given, prompt.to(given)):
+            raise Unsupported("the model's generate did not continue the prompt")
+        cache.check_attended()
 
 
 class Given(StoppingCriteria):  # type: ignore[misc]  # the base is untyped
-    """Stops nothing; notes what the next pass of the model is given. Called last: processors,
-    criteria and others that use `input_ids` may have rewritten it by then, and may do so later."""
+    """Stops nothing; notes what the next pass of the model is given, and whether the model is set
+    as it was. Called last: processors, criteria and others that use `input_ids` may have rewritten
+    it by then, and may do so later."""
 
     def __init__(self) -> None:
+        self.changed = ""  # that the model was set otherwise in between; "" where it was not
         self._tokens: list[torch.Tensor] = []  # after each pass, those of the next
+        self._now: Callable[[], list[Any]] = list
+        self._before: list[Any] = []
+
+    def begin(self, now: Callable[[], list[Any]]) -> None:
+        """`now` asks how the model is set (`switches`)."""
+        self._now, self._before = now, now()
+
+    def look(self) -> None:
+        if self._now() != self._before:
+            self.changed = "the model changed while it answered"
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.look()
         self._tokens.append(input_ids[:, -1:].clone())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
