@@ -217,6 +217,24 @@ def test_a_compiled_model_has_the_bits_of_one_that_is_not(tmp_path, compiled, po
     assert_same_bits(*answers)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("policy", [Exact(), KeepAll()], ids=lambda policy: policy.name)
+def test_a_model_compiled_to_be_traced_whole_is_refused_in_a_line(tmp_path, policy):
+    """Alone it answers. Each request raised many lines of torch's, with the advice to change the
+    engine."""
+    model, ids = model_of("llama"), request_ids()
+    with attach(model, tmp_path, policy=policy) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.flush()
+        model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+        model.generate(ids, max_new_tokens=2)
+        for each in (ids, prompts(200, seed=5)):  # a hit and a miss
+            with pytest.raises(Unsupported, match=r"^the model was compiled with fullgraph"):
+                engine.generate(each, max_new_tokens=2)
+        wait_for_promotions(engine.store)
+        assert engine.store.buffers.used_bytes == 0
+
+
 @pytest.mark.parametrize("n_tokens", [193, 200])
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_layer_that_goes_by_a_config_of_its_own_is_refused_where_rows_are_chosen(

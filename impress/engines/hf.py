@@ -35,6 +35,7 @@ from impress.engines.choice import Choice
 from impress.engines.hf_audit import Auditor, Shared, Watch, turn_of, watch_of
 from impress.engines.hf_cache import RowsCache, rent
 from impress.engines.hf_chosen import ChosenCache, attending, check_choosing, check_policy, chooses
+from impress.engines.hf_compiled import in_parts
 from impress.engines.hf_lengths import within_positions
 from impress.engines.hf_mode import EXACT, Modes
 from impress.engines.hf_models import Prompt
@@ -361,7 +362,7 @@ class Engine:
     ) -> Any:  # fmt: skip
         options = first.begin(self.model, prompt, cache)
         cache.layers[0].begun = self._storing.go_on
-        with within_positions(self.model.config, cache):
+        with within_positions(self.model.config, cache), in_parts():
             return self.model.generate(  # by name: PEFT before 0.19 drops what has none
                 input_ids=prompt.input_ids, attention_mask=torch.ones_like(prompt.input_ids),
                 past_key_values=cache, streamer=once, **options,
