@@ -106,13 +106,13 @@ class Counters:
 
 def serve_metrics(
     stats: Callable[[], dict[str, Any]], uuid: bytes, port: int | None
-) -> tuple[Any, int | None]:
-    """Serve Prometheus text on 127.0.0.1; returns (something with .shutdown(), the port bound).
+) -> tuple[Callable[[], None], int | None]:
+    """Serve Prometheus text on 127.0.0.1; returns (what ends that, the port bound).
 
-    `port` None: no server, (None, None). Raises StoreFailed where port or thread cannot be had.
+    `port` None: no server, and None. Raises StoreFailed where port or thread cannot be had.
     """
     if port is None:
-        return None, None
+        return (lambda: None), None
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
@@ -129,7 +129,13 @@ def serve_metrics(
             raise
     if started is None:  # out here, where that error no longer holds the port
         raise StoreFailed(MORE_THREADS)
-    return started[0], int(started[0].server_port)
+    server = started[0]
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+
+    return end, int(server.server_port)
 
 
 class _Collector:

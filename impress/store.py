@@ -7,7 +7,7 @@ K, V ─writer→ slots → segments ─commit→ READY → tree   (writer.py, b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,8 @@ from impress.blockhash import as_tokens, chain, labels_of, namespace_digest, roo
 from impress.cache.copies import Copies
 from impress.config import Config, expanded, in_full, tenant_secret
 from impress.errors import FORKED, BadInput, ImpressError, StoreFailed
-from impress.read.parts import miss, sources_of
+from impress.nested import check_alone
+from impress.read.parts import miss
 from impress.read.placement import Placed, placed
 from impress.read.reading import Reading
 from impress.read.session import Lease
@@ -69,7 +70,7 @@ class PrefixStore:
         self.writable, self.counters, self._identity = write, Counters(), identity
         count = partial(self.counters.add, "expired_leases")
         self._leases = Leases(config.lease_timeout_s, config.read_timeout_s, count)
-        self._closed, self._pid = False, os.getpid()
+        self._closed, self._pid, self._parts = False, os.getpid(), [self, self.counters]
         self._secret = tenant_secret(config)
         self._doorkeeper = Doorkeeper() if config.admit == "second" else None
         self._shard = locked_shard(path, config.shard) if write else None
@@ -106,7 +107,7 @@ class PrefixStore:
 
     def _open(self) -> None:
         config = self.config
-        self._metrics: Any = None
+        self._end_metrics: Callable[[], None] = lambda: None
         self._admission: Admission | None = None
         self._repacker: Repacker | None = None
         self._writers: list[Admission | Repacker] = []
@@ -135,9 +136,11 @@ class PrefixStore:
             geometry, config, home.ssd, self._copies, self._pool, self.buffers, self.counters,
             home.quarantine, home.history, home.save_history, params, home.catalog.knows,
         )  # fmt: skip
+        self._parts += [self._reading, self._pool, self.ledgers]
         self.write_buffers = slots = BufferPool(config.write_buffer_bytes)
         if home.committer is not None:
             media = Media(home.ssd, self._pool, slots, geometry, codecs, self.namespace, params)
+            self._parts += [media]
             fitter = Fitter(codecs, geometry, self.namespace, home.ssd, home.catalog, params)
             self._admission = Admission(
                 geometry, self.window, self.namespace, self.name, home, home.committer, media,
@@ -145,7 +148,7 @@ class PrefixStore:
             )  # fmt: skip
             fitter.begin()  # not earlier: nobody would close it
         home.tidy()
-        self._metrics, self.metrics_port = serve_metrics(self.stats, uuid, config.metrics_port)
+        self._end_metrics, self.metrics_port = serve_metrics(self.stats, uuid, config.metrics_port)
         if self.writable:  # last: it starts to work
             busy = self._leases.busy  # a request is between its lease and its first token
             self._repacker = Repacker(home, self._pool, config, self.counters, busy)
@@ -184,12 +187,7 @@ class PrefixStore:
         held = [] if off else self._home.catalog.hold(root, labels, count=True)
         lease: Lease | None = None
         try:
-            tables = self.tables.of([h.record for h in held], self.config.read_timeout_s)
-            sources, lost = sources_of(held, tables, self.geometry)
-            if lost is not None:
-                self.counters.add(f"lost/{lost.reason}")
-                if not lost.harmless:
-                    self._home.quarantine(held[len(sources)].record.span_id)
+            sources = self._reading.sources(held, self.tables)
             why = "" if sources else miss(off=off, lost=bool(held), short=not labels)
             make, end = partial(session_of, self._reading), partial(self._release, held)
             lease = Lease(sources, self.window, why, self._reading, make, end, self._leases.clock)
@@ -322,27 +320,27 @@ class PrefixStore:
         A fit of probe parameters that storing set off has then ended too, or timeout_s has passed.
         """
         ends_s = monotonic() + (timeout_s := a_time(timeout_s, "flush: timeout_s"))
-        self._home.flush(timeout_s)
+        self._usable("flush", closed=True).flush(timeout_s)
         if self._admission is not None:
             self._admission.fitter.wait(max(ends_s - monotonic(), 0.0))
 
     def close(self) -> None:
         """Finish queued stores, stop threads, release the lock. Idempotent, even if interrupted."""
-        if self._closed or os.getpid() != self._pid:  # a forked child must not touch its parent's
+        if os.getpid() != self._pid:  # a forked child must not touch its parent's
+            return
+        self._usable("close", closed=True)
+        if self._closed:
             return
         self._closed, limit_s = True, self.config.read_timeout_s
         try:
-            if self._metrics is not None:
-                self._metrics.shutdown()
-                self._metrics.server_close()
+            self._end_metrics()
             ended = self._admission is None or self._admission.fitter.close(limit_s)
             if self._repacker is not None:
                 self._repacker.close(limit_s)
             self._home.settle()
             idle = self._pool.close(limit_s)  # a stuck thread may still use its file
             writing = not idle and any(w.writing for w in self._writers)  # and copies: they stay
-            if self._admission is not None:
-                writing |= not self._admission.fitter.retired
+            writing |= self._admission is not None and not self._admission.fitter.retired
             self._copies.close(idle=idle)
             self._home.close(files=idle and ended, writing=writing)
         except BaseException:  # Ctrl-C in a wait: the next call goes on
@@ -378,16 +376,18 @@ class PrefixStore:
         home.check([draft for writer in self._writers for draft in writer.drafts()])
 
     def _usable(self, what: str, *, closed: bool = False) -> Home:
-        """Home; `closed`: even of a closed store. Raises ImpressError, in a child before locks."""
+        """Home; `closed`: even of a closed store. Raises ImpressError, before any lock."""
         forked = os.getpid() != self._pid
         if forked or (self._closed and not closed):
             raise ImpressError(f"{what}: {FORKED if forked else 'the store is closed'}")
+        check_alone(what, self._parts, __name__)
         return self._home
 
     def _names_of(
         self, token_ids: Any, extra: Mapping[int, bytes] | None, tenant: str
     ) -> tuple[bytes, bytes, Any]:
-        self._usable("store", closed=True)
+        if os.getpid() != self._pid:
+            raise ImpressError(f"store: {FORKED}")
         tokens = as_tokens(token_ids)
         root = root_key(self.namespace, self.geometry, self.window, tenant, self._secret)
         return root, labels_of(tokens, self.window, extra), tokens

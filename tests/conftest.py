@@ -12,9 +12,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hypothesis
 import numpy as np
@@ -25,6 +26,8 @@ import impress.write.reclaim
 from impress.usage.notes import Note
 from tiers import hbm
 from tiers.base import Extent
+
+Found = TypeVar("Found")
 
 MIB = 1 << 20
 SMALL = {"segment_bytes": MIB, "write_buffer_bytes": 8 * MIB, "dram_bytes": 4 * MIB}
@@ -279,6 +282,12 @@ def everything_in(folder: Path) -> bytes:
 def wait_for_promotions(store: impress.PrefixStore) -> None:
     """Wait until the work that follows requests is done."""
     assert store._pool.idle(60)
+
+
+def elsewhere(call: Callable[[], Found]) -> Found:
+    """What a call returns on a thread of its own: in the middle of another it would be refused."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result(60)
 
 
 def soon(true: Callable[[], bool]) -> bool:

@@ -22,6 +22,7 @@ from conftest import (
     MIB,
     SMALL,
     assert_serves,
+    elsewhere,
     everything_in,
     flip_a_bit,
     kv_of,
@@ -1481,7 +1482,7 @@ def test_an_index_that_is_replaced_as_it_is_asked_answers_still(
 
     def replaced(index: Index, *args: Any) -> Any:
         if index._folder.parent.name == "main":
-            b.follow()
+            elsewhere(b.follow)
         return real(index, *args)
 
     with monkeypatch.context() as patch:

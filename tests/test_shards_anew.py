@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import MIB, assert_serves, prompt, wait_for_promotions
+from conftest import MIB, assert_serves, elsewhere, prompt, wait_for_promotions
 from test_shards import APART, Pair, check, look, pair, ready, unreadable
 
 import impress
@@ -101,7 +101,7 @@ def test_nothing_of_a_span_is_left_when_another_is_shown_under_its_id(
     def between(span: int) -> None:
         if not looked:
             looked.append(span)
-            a.follow()
+            elsewhere(a.follow)
             assert_serves(a, prompt(256, 2), 256)
         forget(span)
 

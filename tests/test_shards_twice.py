@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import assert_serves, prompt, put_prompt
+from conftest import assert_serves, elsewhere, prompt, put_prompt
 from test_shards import APART, Pair, check, look, pair, ready, stored_between
 from test_shards_moved import at_once
 
@@ -59,7 +59,7 @@ def test_two_commits_at_once_leave_a_copy(pair: Pair, monkeypatch: pytest.Monkey
     def b_commits(*args: Any, **named: Any) -> None:
         commits[b](*args, **named)
         monkeypatch.setattr(b.index, "commit", commits[b])
-        look(a, b)
+        elsewhere(lambda: look(a, b))
 
     monkeypatch.setattr(a.index, "commit", a_commits)
     monkeypatch.setattr(b.index, "commit", b_commits)

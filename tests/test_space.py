@@ -18,6 +18,7 @@ import pytest
 from conftest import (
     MIB,
     assert_serves,
+    elsewhere,
     everything_in,
     kv_of,
     prompt,
@@ -194,7 +195,7 @@ def test_an_eviction_that_a_close_overtook_deletes_no_segment_of_the_next(
 
     def late(ssd: SsdTier) -> int:
         if not opened:
-            one.close()
+            elsewhere(one.close)
             opened.append(open_store(geometry, shard=0, **QUIET))
             assert put_prompt(opened[0], prompt(256, 2)).wait(60)
         return trim(ssd)
@@ -523,7 +524,7 @@ def test_the_rest_of_a_window_put_while_its_writer_closes_gives_its_buffer_back(
     writer.close(keep=False)
     go.set()
     other.join(60)
-    assert not other.is_alive() and not pool.used_bytes
+    assert not other.is_alive() and store._pool.idle(60) and not pool.used_bytes
     assert_all_comes_back(store)
 
 

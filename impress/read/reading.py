@@ -14,9 +14,12 @@ from impress.cache.copies import Copies
 from impress.config import Config
 from impress.errors import PrefixLost
 from impress.read.flights import Flights
+from impress.read.parts import Source, sources_of
 from impress.read.tickets import within_memory
 from impress.spans.params import Params
+from impress.spans.tables import TableCache
 from impress.stats import Counters
+from impress.tree.catalog import Held
 from impress.types import Geometry
 from impress.usage.history import History
 from tiers.errors import MediumError, ReadFailed
@@ -70,6 +73,17 @@ class Reading:
         except MemoryError:
             self.counters.add("lost/shortage")
             raise PrefixLost("shortage", "memory: too little to plan with") from None
+
+    def sources(self, held: Sequence[Held], tables: TableCache) -> list[Source]:
+        """What these can be read by, as far as their tables can be had; what cannot is counted, and
+        never again a hit where that is not only for now."""
+        read = tables.of([one.record for one in held], self.config.read_timeout_s)
+        sources, lost = sources_of(held, read, self.geometry)
+        if lost is not None:
+            self.counters.add(f"lost/{lost.reason}")
+            if not lost.harmless:
+                self.quarantine(held[len(sources)].record.span_id)
+        return sources
 
     @property
     def crowded(self) -> bool:

@@ -84,13 +84,14 @@ class Env:
 
 
 envs: dict[Key, Env] = {}
-envs_lock = threading.Lock()
+#: Its holder may take it again: what is garbage is collected in any call, and may close a store.
+envs_lock = threading.RLock()
 
 
 def _in_a_child() -> None:
     """After a fork: the lock's holder stayed behind. What is open stays noted, to be refused."""
     global envs_lock
-    envs_lock = threading.Lock()
+    envs_lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_in_a_child)
@@ -107,44 +108,49 @@ def check_fork(path: Path) -> None:
 
 def open_env(folder: Path, *, create: bool) -> tuple[Env, Key]:
     """Raises FormatError, StoreFailed, LMDB's errors, OSError."""
+    pid = os.getpid()
     with envs_lock:
-        inode = inode_of(folder)
-        shared = envs.get((folder, inode))
-        if shared is not None and shared.pid != os.getpid():  # LMDB forbids its use here
+        key = (folder, inode := inode_of(folder))
+        try:
+            shared = envs[key]
+            if shared.pid == pid:
+                shared.users += 1  # no call comes between: one may close it
+                return shared, key
+        except KeyError:
+            pass
+        else:  # LMDB forbids its use here
             raise StoreFailed(f"index: {folder}: {FORKED}")
-        if shared is None:
-            data = folder / "data.mdb"
-            if data.is_symlink():
-                raise StoreFailed(f"index: {folder}: {said_of_link(data)}")
-            if said := unopenable(data, MAP_BYTES):
-                raise FormatError(f"index: {data} is damaged: {said}; {_REBUILD}")
-            if create and inode == -1:
-                make_data(data)
-            writable = create or os.access(data, os.W_OK)
-            if writable:
-                writable = make_table(folder / "lock.mdb", needed=create)
-            else:
-                check_unwritten(folder)
-            env = lmdb.open(
-                os.fsencode(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
-                readonly=not writable, lock=writable, readahead=False,
-            )  # fmt: skip
-            try:
-                for name in ("data.mdb", "lock.mdb"):  # the second is made by a reader too
-                    give_to_owner(folder / name)
-                env.reader_check()  # slots of killed readers would hold old pages forever
-                before, inode = inode, inode_of(folder)
-                if before == -1 and writable:  # made just now
-                    sync_path(folder)
-                if before not in (-1, inode):  # taken for the new one, it would never be let go
-                    said = "another was put in its place as it was opened: try again"
-                    raise StoreFailed(f"index: {folder}: {said}")
-            except BaseException:  # Ctrl-C: its traceback keeps this open, which LMDB allows once
-                env.close()
-                raise
-            shared = Env(env, counted=writable)
-        key = (folder, inode)
-        envs[key] = shared
+        data = folder / "data.mdb"
+        if data.is_symlink():
+            raise StoreFailed(f"index: {folder}: {said_of_link(data)}")
+        if said := unopenable(data, MAP_BYTES):
+            raise FormatError(f"index: {data} is damaged: {said}; {_REBUILD}")
+        if create and inode == -1:
+            make_data(data)
+        writable = create or os.access(data, os.W_OK)
+        if writable:
+            writable = make_table(folder / "lock.mdb", needed=create)
+        else:
+            check_unwritten(folder)
+        env = lmdb.open(
+            os.fsencode(folder), map_size=MAP_BYTES, max_dbs=8, mode=0o600, create=create,
+            readonly=not writable, lock=writable, readahead=False,
+        )  # fmt: skip
+        try:
+            for name in ("data.mdb", "lock.mdb"):  # the second is made by a reader too
+                give_to_owner(folder / name)
+            env.reader_check()  # slots of killed readers would hold old pages forever
+            before, inode = inode, inode_of(folder)
+            if before == -1 and writable:  # made just now
+                sync_path(folder)
+            if before not in (-1, inode):  # taken for the new one, it would never be let go
+                said = "another was put in its place as it was opened: try again"
+                raise StoreFailed(f"index: {folder}: {said}")
+        except BaseException:  # Ctrl-C: its traceback keeps this open, which LMDB allows once
+            env.close()
+            raise
+        shared = Env(env, counted=writable)
+        envs[key := (folder, inode)] = shared
         shared.users += 1
         return shared, key
 
@@ -184,7 +190,7 @@ def open_dbs(shared: Env, *, create: bool) -> None:
 def close_env(key: Key) -> None:
     with envs_lock:
         shared = envs[key]
-        shared.users -= 1
+        shared.users -= 1  # no call comes between, as above
         if not shared.users:
             del envs[key]
             shared.env.close()
