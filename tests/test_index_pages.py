@@ -120,6 +120,24 @@ def test_an_index_that_is_written_to_while_it_is_looked_at_is_told_as_it_is(
         assert n_looks > 20
 
 
+@pytest.mark.parametrize("name", ["EMFILE", "ENFILE", "ENOMEM", "EIO"])
+def test_a_look_that_lacks_something_calls_no_index_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A process one descriptor short was told that its sound index is damaged and wants a rebuild:
+    NumPy opens files of its own at the first look."""
+    Index(tmp_path / "index", create=True).close()
+    said = os.strerror(getattr(errno, name))
+
+    def fails(_walk: object) -> None:
+        raise OSError(getattr(errno, name), said)
+
+    monkeypatch.setattr("impress.write.pages._Walk.run", fails)
+    with pytest.raises(FormatError if name == "EIO" else StoreFailed, match=said) as raised:
+        Index(tmp_path / "index", create=True)
+    assert ("rebuild" in str(raised.value)) == (name == "EIO")
+
+
 def test_a_copy_without_what_was_freed_loses_nothing_behind_a_damaged_key(tmp_path: Path) -> None:
     """LMDB sorts nothing in that is appended: what came behind it, all of other tenants, was gone,
     and the purge said that all was well."""

@@ -9,6 +9,7 @@ values is not: it is checked where it is used. (LMDB's data format 1: all of its
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -47,6 +48,8 @@ _META: Final = np.dtype(
 _HEAD: Final = np.dtype(
     [("page", "<u8"), ("pad", "<u2"), ("kind", "<u2"), ("lower", "<u2"), ("upper", "<u2")]
 )
+#: Errors of a process that lacks something: they say nothing about the file.
+_LACKING: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _Ints = npt.NDArray[np.int64]
 _Raw = npt.NDArray[np.uint8]
 
@@ -132,6 +135,8 @@ def _damage(fd: int, metas: bytes, page_bytes: int, all_there: bool) -> str:
     try:
         _Walk(fd, page_bytes, meta, n_bytes, all_there).run()
     except OSError as err:
+        if err.errno in _LACKING:
+            raise
         return f"not to be read: {err.strerror}"
     except _Damage as err:
         want = (int(meta["last_page"]) + 1) * page_bytes
