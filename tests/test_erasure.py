@@ -1014,9 +1014,9 @@ def test_the_command_does_not_say_erased_where_erasing_failed_at_the_end(
     store.close()
     close = Reclaim.close
 
-    def fails(self: Reclaim) -> bool:
+    def fails(self: Reclaim, *, hangs: bool) -> bool:
         self._counters.add("unerased_spans", 1)
-        return close(self)
+        return close(self, hangs=hangs)
 
     monkeypatch.setattr(Reclaim, "close", fails)
     done = CliRunner().invoke(app, ["purge", "--store", str(path), "--namespace", "test"])

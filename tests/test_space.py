@@ -50,14 +50,14 @@ QUIET = {"follow_every_s": 0, "repack_every_s": 0, "dram_bytes": 0, "io_threads"
 
 
 class Hang:
-    """The next write to a segment hangs until `go`."""
+    """The next write to a segment, or each from here on, hangs until `go`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, all_of_them: bool = False) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
         first, write = threading.Lock(), SsdTier.write
 
         def hanging(ssd: SsdTier, slot: Slot, off: int, data: Bytes) -> None:
-            if first.acquire(blocking=False):
+            if all_of_them or first.acquire(blocking=False):
                 self.begun.set()
                 assert self.go.wait(60)
             write(ssd, slot, off, data)
@@ -343,6 +343,40 @@ def test_a_shard_stays_locked_while_a_write_to_it_hangs(
     hang.go.set()
     assert store._pool.close(60)
     store._shard.unlock()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_close_waits_for_no_second_write_where_one_hangs(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """It knew that a write hung, and went on to wipe what a lease had held, on its own thread: it
+    never returned."""
+    store = open_store(geometry, **{**QUIET, "read_timeout_s": 0.05})
+    assert put_prompt(store, prompt(256, 1)).wait(60)
+    lease = store.lease(prompt(256, 1))
+    assert lease.n_tokens == 256 and store.purge() == (1, 1)
+    hang = Hang(monkeypatch, all_of_them=True)
+    stored = put_prompt(store, prompt(256, 2))
+    closing = threading.Thread(target=store.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    with pytest.raises(impress.StoreFailed, match="did not end"):
+        stored.wait(60)
+    assert "shard main stays locked until this process ends" in caplog.text
+    hang.go.set()
+    assert store._pool.close(60)
+    store._shard.unlock()
+
+    def is_there() -> bool:
+        rows = rows_of(prompt(256, 1), geometry)
+        return any(rows in path.read_bytes() for path in store.path.rglob("*.seg"))
+
+    assert is_there()
+    with open_store(geometry, shard=0, **QUIET) as again:
+        assert again.lookup(prompt(256, 1)) == 0 and not is_there()
+        again.check()
 
 
 def test_a_full_disk_has_no_say_in_who_holds_a_shard(

@@ -331,7 +331,7 @@ class Home:
             writing |= not self.committer.ended
         if self.reclaimer is not None:  # what is held here is not kept beyond this
             self.reclaimer.take_over(self.catalog.let_go, [])
-            writing |= not self.reclaimer.close()
+            writing |= not self.reclaimer.close(hangs=writing)
         ended = self.others.close()  # else a look may read on: files and index stay open
         if self._shard is not None:
             writing |= not self.ssd.retire(COMMIT_TIMEOUT_S)

@@ -117,17 +117,20 @@ class Reclaim:
         """
         self._wait(lambda: not any(r.generation < generation or r.held for r in self._readers()))
 
-    def close(self) -> bool:
+    def close(self, *, hangs: bool) -> bool:
         """Wait for other readers a last time, then bury what is left: headers are wiped, so that no
         scan finds it again; rows stay on the disk, except those to be erased. False: a thread is
-        stuck in a write, and may still write."""
-        self.settle()
-        self.wait_for([record.span_id for record in self.limbo.records()])
+        stuck in a write, and may still write. Then, and where that is known before (`hangs`), this
+        thread writes nothing: it would be stuck, too, and what is left is the next open's."""
+        if not hangs:
+            self.settle()
+            self.wait_for([record.span_id for record in self.limbo.records()])
         with self._lock:
             self._open = False
-        ended = until(lambda: not self._busy, WRITE_TIMEOUT_S)
+        if hangs or not until(lambda: not self._busy, WRITE_TIMEOUT_S):
+            return False
         self._let_go(list)
-        return ended
+        return True
 
     def bury(self, left: list[SpanRecord]) -> None:
         """Wipe these spans' headers, so that no scan finds them again, and give their space back:
