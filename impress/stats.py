@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from time import monotonic, thread_time
 from typing import Any, Final
+from weakref import WeakSet
 
 from impress.errors import StoreFailed
 from tiers.threads import MORE_THREADS, no_more_threads
@@ -130,12 +132,25 @@ def serve_metrics(
     if started is None:  # out here, where that error no longer holds the port
         raise StoreFailed(MORE_THREADS)
     server = started[0]
+    _servers.add(server)
 
     def end() -> None:
         server.shutdown()
         server.server_close()
 
     return end, int(server.server_port)
+
+
+_servers: WeakSet[Any] = WeakSet()
+
+
+def _in_a_child() -> None:
+    """After a fork: nobody answers here, and the port would stay taken when the parent lets go."""
+    for server in [*_servers]:
+        server.socket.close()
+
+
+os.register_at_fork(after_in_child=_in_a_child)
 
 
 class _Collector:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -29,7 +30,8 @@ import impress
 from impress.cli.main import app
 from impress.write import env
 from impress.write.index import Index
-from tiers.base import Slot
+from tiers.base import PAGE, Slot
+from tiers.dram import DramTier
 from tiers.engines import ENGINES, why_not
 from tiers.errors import MediumError
 from tiers.ssd import SsdTier
@@ -317,6 +319,75 @@ def test_what_waits_for_a_thread_is_refused_in_a_child_at_once(
     assert "opened before a fork" in said_by_a_child(calls[call])
     store.check()
     assert_serves(store, prompt(128), 128)
+
+
+@pytest.mark.parametrize("call", ["session", "prefetch", "retrieve"])
+def test_a_session_reads_nothing_in_a_child(
+    open_store: Open, geometry: impress.Geometry, call: str
+) -> None:
+    """The first two seemed to work, and the last waited for threads left in the parent, for as long
+    as reads may take; then it said that the rows were late."""
+    store = open_store(geometry, dram_bytes=0, read_timeout_s=60)
+    put_prompt(store, prompt(128))
+    store.flush()
+    with store.lease(prompt(128)) as lease, lease.session() as session:
+        calls = {"session": lease.session, "prefetch": session.prefetch,
+                 "retrieve": lambda: session.retrieve(0, None)}  # fmt: skip
+        assert "session: opened before a fork" in said_by_a_child(calls[call])
+        session.retrieve(0, None)
+
+
+def test_a_child_that_lives_on_keeps_nothing_that_its_parent_lets_go_of(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """The port of the metrics stayed taken for as long as the child lived, and the file system kept
+    the blocks of the segments that its parent deleted."""
+    store = open_store(geometry, metrics_port=0)
+    put_prompt(store, prompt(128)).wait(60)
+    assert_serves(store, prompt(128), 128)
+    came, go = os.pipe()
+    wait, on = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(on)
+        os.write(go, b"!")
+        os.read(wait, 1)  # until its parent has closed the other end
+        os._exit(0)
+    try:
+        assert os.read(came, 1) and store.evict(1 << 30)
+        assert not [*store.path.rglob("*.seg")]
+        held = [str(fd.readlink()) for fd in Path(f"/proc/{child}/fd").iterdir()]
+        assert held and not [path for path in held if path.endswith(".seg (deleted)")]
+        store.close()
+        again = open_store(geometry, metrics_port=store.metrics_port)
+        url = f"http://127.0.0.1:{again.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            assert b"impress_store_info" in answer.read()
+    finally:
+        os.close(on)
+        assert os.waitpid(child, 0)[1] == 0
+        for pipe in (came, go, wait):
+            os.close(pipe)
+
+
+def test_the_cache_is_empty_in_a_child() -> None:
+    """As its parent went on to write there, the child kept what was there before: DRAM was taken
+    twice."""
+    with mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+        try:
+            area.madvise(18)
+        except OSError:
+            pytest.skip("this kernel wipes nothing on a fork")
+    tier = DramTier(4 * PAGE)
+    slot = tier.reserve(PAGE)
+    assert slot is not None
+    tier.write(slot, 0, np.full(PAGE, 7, np.uint8))
+
+    def told() -> None:
+        raise ValueError(f"{tier._arena.sum()} left")
+
+    assert said_by_a_child(told) == "ValueError: 0 left"
+    assert tier._arena.sum() == 7 * PAGE
 
 
 def test_an_eviction_in_a_child_waits_for_no_lock_that_came_along_taken(

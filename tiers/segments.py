@@ -7,9 +7,11 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Final
+from weakref import WeakSet
 
 from tiers.base import Slot
 from tiers.coalesce import locate
@@ -38,6 +40,7 @@ class SegmentFiles:
         self._files: dict[int, SegmentFile] = {}
         self._deleted: list[tuple[float, int]] = []  # of deleted files: when to close, fd
         self._lock = threading.Lock()
+        _all.add(self)
 
     @property
     def direct(self) -> bool:
@@ -168,6 +171,24 @@ class SegmentFiles:
                 os.close(self._files.popitem()[1].fd)
             while self._deleted:
                 os.close(self._deleted.pop()[1])
+
+    def leave(self) -> None:
+        """In a fork's child, which reads none of them: it would keep the blocks of what its parent
+        deletes. Without the lock, which may be taken."""
+        for fd in [*(file.fd for file in self._files.values()), *(fd for _, fd in self._deleted)]:
+            with suppress(OSError):  # closed meanwhile, or not even one more descriptor
+                _vacate(fd)
+
+
+_all: WeakSet[SegmentFiles] = WeakSet()
+
+
+def _in_a_child() -> None:
+    for files in [*_all]:
+        files.leave()
+
+
+os.register_at_fork(after_in_child=_in_a_child)
 
 
 def _fill(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from impress.cache.chunks import ChunkCache
 from impress.cache.copies import Copies
 from impress.config import Config
-from impress.errors import PrefixLost
+from impress.errors import FORKED, ImpressError, PrefixLost
 from impress.read.flights import Flights
 from impress.read.parts import Source, sources_of
 from impress.read.tickets import within_memory
@@ -61,6 +61,11 @@ class Reading:
         """Whether this is a child of the process that opened the store. It touches nothing of it:
         locks may have come along taken, and then nobody opens them."""
         return os.getpid() != self.pid
+
+    def check_here(self) -> None:
+        """Raises ImpressError where this is such a child: no thread would read here."""
+        if self.forked:
+            raise ImpressError(f"session: {FORKED}")
 
     @contextmanager
     def lost_for(self) -> Iterator[None]:

@@ -58,17 +58,16 @@ class Lease:
         self._clock = clock
         self._taken = False  # taken back by the store: nobody released it in time
         self.reading = reading
-        self._make_session = make_session
-        self._release = release
+        self._make_session, self._release = make_session, release
         self._lock = threading.Lock()
         self._sessions: set[Session] = set()  # not closed yet
 
     def cold_bytes(self) -> int:
         """Bytes of its keys and values in chunks that no cache holds now, so home has to."""
         n_layers, copies = self.reading.geometry.n_layers, self.reading.copies
-        n_chunks = self.n_tokens // self._window * n_layers
         here = sum(chunks_here(source, copies) for source in self.sources)
-        return max(n_chunks - here, 0) * (self._window_bytes // n_layers)
+        n_cold = self.n_tokens // self._window * n_layers - here
+        return max(n_cold, 0) * (self._window_bytes // n_layers)
 
     def span_bytes(self) -> list[tuple[bytes, int]]:
         """The spans it lies in, each by the key of all tokens to its end, and its bytes in each."""
@@ -100,13 +99,14 @@ class Lease:
         self._sessions.discard(session)
 
     def check_active(self) -> None:
-        """Raises PrefixLost when expired, ImpressError when released."""
+        """Raises PrefixLost when expired, ImpressError when released, and as `check_age`."""
         self.check_age()
         if not self.active:
             raise ImpressError("session: its lease has ended before every layer was retrieved")
 
     def check_age(self) -> None:
-        """Raises PrefixLost when expired."""
+        """Raises PrefixLost when expired, ImpressError in a fork's child."""
+        self.reading.check_here()
         limit_s = self.reading.config.lease_timeout_s
         if self._taken or self._clock() - self.started_s > limit_s:
             self.reading.counters.add("lost/expired")
