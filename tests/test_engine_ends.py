@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from impress.engines.choice import Rates
 from impress.engines.hf_audit import Auditor
 from impress.engines.hf_mode import Modes
 from impress.engines.hf_storing import StoreQueue
-from impress.errors import StoreFailed
+from impress.errors import ImpressError, StoreFailed
 from impress.policy import Exact, Paper, Recency
 from impress.store import PrefixStore
 from tiers.ssd import SsdTier
@@ -75,6 +76,22 @@ def test_a_program_that_ends_without_close_stores_what_waits_and_ends_its_thread
     with hf.attach(tiny(), tmp_path, config=CONFIG) as again:
         for seed in (1, 2, 3):
             assert again.store.lookup(prompts(200, seed=seed)[0].numpy().astype(np.int32)) == 192
+
+
+def test_a_store_whose_close_was_refused_is_still_closed_at_exit(tmp_path, monkeypatch):
+    """A signal handler's close may be refused. After that nobody but a second one closed it."""
+    engine, given_up = hf.attach(tiny(), tmp_path, config=CONFIG), []
+    monkeypatch.setattr(atexit, "unregister", given_up.append)
+
+    def refused(*_):
+        raise ImpressError("close: called by a signal handler")
+
+    with monkeypatch.context() as patched, pytest.raises(ImpressError, match="handler"):
+        patched.setattr("impress.store.check_alone", refused)
+        engine.close()
+    assert engine.store.close not in given_up
+    engine.close()
+    assert engine.store.close in given_up
 
 
 BROKEN_OFF = [

@@ -45,7 +45,7 @@ from impress.engines.hf_output import FirstLogits, Given, PromptOnce, RawLogits,
 from impress.engines.hf_prefix import StoredPrefix, end_early, end_reads, find_prefix, lock_pages
 from impress.engines.hf_request import Request, totals
 from impress.engines.hf_settings import setting
-from impress.engines.hf_storing import OF_CHOSEN, Outcome, StoreQueue, do_all
+from impress.engines.hf_storing import OF_CHOSEN, Outcome, StoreQueue, close_own, do_all
 from impress.engines.hf_weights import Weights
 from impress.engines.virtual import Virtual as Virtual  # README names it here
 from impress.errors import BadInput, ImpressError, PrefixLost, StoreMismatch
@@ -255,8 +255,7 @@ class Engine:
             self._closed = True
         with ExitStack() as steps:  # all of them, even after one that fails or is interrupted
             if self._owns_store:
-                steps.callback(atexit.unregister, self.store.close)
-                steps.callback(self.store.close)
+                steps.callback(close_own, self.store)
             if self.buffers is not None:
                 steps.callback(self.buffers.close)
             steps.callback(self._auditor.close)

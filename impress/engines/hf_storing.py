@@ -9,6 +9,7 @@ Rows on a device are copied from there on a separate stream, beside what later r
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -239,6 +240,12 @@ def named(err: Exception) -> ImpressError:
     failed = StoreFailed(f"not all of a request is stored: {what}")
     failed.__cause__ = err
     return failed
+
+
+def close_own(store: PrefixStore) -> None:
+    """Close a store that attach() opened: where that is refused or cut off, at exit."""
+    store.close()
+    atexit.unregister(store.close)
 
 
 def do_all(*steps: Callable[[], None]) -> None:
