@@ -405,6 +405,29 @@ def test_reads_that_were_not_begun_are_never_begun(open_store: Open) -> None:
         assert early.asked_bytes == 0 and store.counters["ahead_bytes"] == before
 
 
+def test_a_guess_let_go_of_keeps_no_buffers_behind_requests(open_store: Open) -> None:
+    """Its reads that were not begun stayed queued, with their buffers, until no request had a read
+    to make: under requests that never paused, one layer's after the other piled up."""
+    store = open_store(DEEP["mha"], dram_bytes=0, prefetch_bytes=64 * MIB, io_threads=1)
+    fill_deep(store)
+    begun, go = threading.Event(), threading.Event()
+
+    def held() -> None:
+        begun.set()
+        assert go.wait(60)
+
+    with store.lease(prompt(N_TOKENS)) as lease:
+        requests = store._pool.submit(Lane.DEMAND, [held, lambda: None])
+        assert begun.wait(60)
+        early = Early(lease.reading, lease.sources, 1, (K, V), np.arange(N_TOKENS))
+        early.start()
+        assert store.buffers.used_bytes > 0 and store._pool.depth()[Lane.AHEAD] > 0
+        early.release()
+        kept = store.buffers.used_bytes, store._pool.depth()[Lane.AHEAD]
+        go.set()
+        assert requests.wait(60) and kept == (0, 0)
+
+
 def test_what_was_read_ahead_is_counted(open_store: Open) -> None:
     from prometheus_client import CollectorRegistry
 

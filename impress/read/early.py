@@ -160,8 +160,10 @@ class Early:
         self.stop()
         if self._ticket is None:
             self._give_back()
-        else:
-            self._ticket.then(self._give_back)
+            return
+        self._ticket.then(self._give_back)
+        # Reads not begun end here: queued behind requests that never pause, they would keep them.
+        self._reading.pool.run_here(Lane.AHEAD, [self._ticket])
 
     def _give_back(self) -> None:
         release_all(self.buffers)  # a load that took some has references of its own
