@@ -748,6 +748,7 @@ def test_a_session_that_is_cut_off_as_it_closes_leaves_nothing_taken_and_is_lear
         assert next_one is not None
         next_one.release()
         assert store.buffers.used_bytes == store._reading.waiting._held == 0
+        assert store._reading.lessons._held == 0
         assert not any(cache._pins.any() for cache in store._copies.chunks)
         assert store.history.tick - state.tick <= 1
 

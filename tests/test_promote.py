@@ -22,7 +22,7 @@ from impress.cache.levels import only_fastest
 from impress.policy import AllHeads, Contiguous, Exact, Pages, Paper, Policy, Quality, Recency
 from impress.read import promote
 from impress.read.parts import Source
-from impress.read.promote import Looked, by_layer
+from impress.read.promote import Looked, by_layer, bytes_of
 from impress.read.reading import Reading
 from impress.read.shadow import Seen, ShadowSession
 from impress.read.worth import judge, ranks_if_used
@@ -740,6 +740,45 @@ def test_what_is_to_be_learnt_does_not_pile_up(
     # The metrics of where rows were lacked a request from which nothing was learnt.
     assert stats["rows_from"] == {"ssd": 2 * N, "dram": 2 * N}
     assert stats["chunks_from"] == {"ssd": 12, "dram": 12}
+
+
+def test_lessons_that_wait_are_bounded_in_bytes(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only their number had a bound: under requests that never paused, those that chose rows of
+    long prefixes filled gigabytes with which rows these were."""
+    store = open_store(GEOMETRY, io_threads=1)
+    put_prompt(store, prompt(N)).wait(60)
+    begun, go, looked = threading.Event(), threading.Event(), list[list[Looked]]()
+
+    def held() -> None:
+        begun.set()
+        assert go.wait(60)
+
+    def request() -> None:
+        with store.lease(prompt(N)) as lease, lease.session(Recency(keep=0.5)) as session:
+            for layer in range(GEOMETRY.n_layers):
+                session.retrieve(layer, None)
+            looked.append(session._looked)
+
+    request()
+    settled(store)
+    each, learnt = bytes_of(looked[0]), store.history.tick
+    assert each >= GEOMETRY.n_layers * N // 2 * 8  # which rows
+    monkeypatch.setattr(store._reading.lessons, "_most", 3 * each + each // 2)
+    store._pool.submit(Lane.PROMOTE, [held])
+    assert begun.wait(60)  # one thread at a time does such work: nothing is learnt now
+    try:
+        for n in range(1, 7):
+            request()
+            assert store._reading.lessons._held == min(n, 3) * each
+        queued = [task.args[2] for _, task in store._pool._queues[0][Lane.PROMOTE]]
+        assert sum(map(bytes_of, queued)) == 3 * each
+    finally:
+        go.set()
+    settled(store)
+    assert store.stats()["lessons_skipped"] == 3
+    assert store.history.tick == learnt + 3 and store._reading.lessons._held == 0
 
 
 def test_the_last_request_before_a_store_closes_is_learnt_from(

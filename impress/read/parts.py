@@ -120,6 +120,11 @@ class Part:
         return self._ordinals
 
     @property
+    def found(self) -> Positions | None:
+        """What was found of `ordinals` so far."""
+        return self._ordinals
+
+    @property
     def is_whole(self) -> bool:
         """Whether all rows of its chunks are wanted."""
         return self.is_packed or self._ordinals is None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,15 @@ class Brought:
     shapes: Sequence[PlaneLayout]
     runs: Sequence[Sequence[Runs]]
     rows_by_tier: dict[str, int]
+
+    def arrays(self) -> Iterator[Ids]:
+        """What it keeps in memory; some more than once."""
+        for part in self.parts:
+            if part.found is not None:
+                yield part.found
+        yield from chain.from_iterable(self.entries)
+        for by_part in self.runs:
+            yield from chain.from_iterable(by_part)
 
 
 class Placed(NamedTuple):
@@ -88,3 +98,15 @@ def chunks_by_tier(
         level = levels_of(entries) if entries else np.zeros(part.count, dtype=np.int64)
         found += np.bincount(level[used], minlength=len(names))
     return dict(zip(names, found.tolist(), strict=True))
+
+
+def counts_of(every: Iterable[Brought]) -> dict[str, int]:
+    """Where the rows that a request wanted were, and the chunks they lie in: by counter."""
+    found: dict[str, int] = {}
+    for one in every:
+        chunks = chunks_by_tier(one.parts, one.entries, one.caches)
+        for kind, by_tier in (("rows", one.rows_by_tier), ("chunks", chunks)):
+            for tier, n in by_tier.items():
+                name = f"{kind}_from/{tier}"
+                found[name] = found.get(name, 0) + n
+    return found

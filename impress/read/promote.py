@@ -10,7 +10,7 @@ session closed ─after→ learn: notes → History
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,10 +22,10 @@ import numpy as np
 from impress.cache.chunks import ChunkCache, Ids, Ranks
 from impress.read.climb import levels_above, places_of, publish, ready_of
 from impress.read.parts import Part, Source, used_chunks
-from impress.read.placement import Brought, chunks_by_tier
+from impress.read.placement import Brought, counts_of
 from impress.read.plan import plan_reads, whole
 from impress.read.reading import MOST_PROMOTIONS, Reading
-from impress.read.tickets import when_all
+from impress.read.tickets import nothing, when_all
 from impress.read.worth import judge
 from impress.spans.layout import K, V
 from impress.usage.notes import Note, Worth
@@ -72,9 +72,26 @@ def hand_over(
 ) -> None:  # fmt: skip
     """Count what a request used, and queue what is to be learnt from it after its copies: these are
     judged as if this use were noted, so it must not be yet."""
-    count(reading, looked)  # here: what follows may be skipped
+    for name, n in counts_of(one.brought for one in looked).items():
+        reading.counters.add(name, n)  # here: what follows may be skipped
     tasks: list[Task] = [partial(after, reading, sources, looked, need)]
-    when_all(list(copies), partial(_queue, reading, tasks))
+    taken = list[int]()
+    over = partial(reading.lessons.give, taken)
+    try:
+        if reading.lessons.take(bytes_of(looked), taken):
+            when_all(list(copies), partial(_queue, reading, tasks, over))
+        else:
+            reading.counters.add("lessons_skipped")
+    except BaseException:  # Ctrl-C: perhaps nobody else calls it
+        over()
+        raise
+
+
+def bytes_of(looked: Sequence[Looked]) -> int:
+    """Bytes of what these keep, but for their objects. Pure."""
+    arrays = [array for one in looked for array in one.brought.arrays()]
+    arrays += [one.positions for one in looked if one.positions is not None]
+    return sum({id(array): array.nbytes for array in arrays}.values())
 
 
 def pass_by(reading: Reading, sources: Sequence[Source]) -> None:
@@ -115,18 +132,24 @@ def _save(reading: Reading) -> None:
         reading.save_history()
 
 
-def _queue(reading: Reading, tasks: list[Task]) -> None:
+def _queue(reading: Reading, tasks: list[Task], over: Callable[[], object] = nothing) -> None:
     """Queue them behind requests; where too much waits there already, they are skipped. What is
-    queued is taken out of `tasks`, so that it is learnt only once."""
+    queued is taken out of `tasks`, so that it is learnt only once. Then `over` is called."""
+
+    def note(ticket: Ticket) -> None:
+        ticket.then(over)
+        tasks.clear()
+
     if not tasks:
         return
     if reading.crowded:
         reading.counters.add("lessons_skipped")
-        return
-    if reading.pool.closing:  # its copies were the last that the store did
+    elif reading.pool.closing:  # its copies were the last that the store did
         tasks.pop()()
+    else:
+        reading.pool.submit(Lane.PROMOTE, tasks, note=note)
         return
-    reading.pool.submit(Lane.PROMOTE, tasks, note=lambda _ticket: tasks.clear())
+    over()
 
 
 def after(
@@ -139,20 +162,6 @@ def after(
         _save(reading)
         if not reading.pool.closing:
             fetch(reading, sources, looked, worths)
-
-
-def count(reading: Reading, looked: Sequence[Looked]) -> None:
-    """Count where the rows that a request wanted were, and the chunks they lie in."""
-    found: dict[str, int] = {}
-    for one in looked:
-        brought = one.brought
-        chunks = chunks_by_tier(brought.parts, brought.entries, brought.caches)
-        for kind, by_tier in (("rows", brought.rows_by_tier), ("chunks", chunks)):
-            for tier, n in by_tier.items():
-                name = f"{kind}_from/{tier}"
-                found[name] = found.get(name, 0) + n
-    for name, n in found.items():
-        reading.counters.add(name, n)
 
 
 def learn(

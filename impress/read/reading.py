@@ -33,6 +33,9 @@ T = TypeVar("T")
 MOST_PROMOTIONS: Final = 1024
 #: Bytes of read buffers that promotions may keep from being reused.
 MOST_WAITING: Final = 256 << 20
+#: Bytes of what requests used that may wait to be learnt from: where requests never pause, those
+#: that chose rows of long prefixes would fill gigabytes before MOST_PROMOTIONS of them waited.
+MOST_LESSONS: Final = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Reading:
     flights: Flights = field(default_factory=Flights)
     #: Buffers that wait to be copied up: requests come first, and these would pile up behind them.
     waiting: Allowance = field(default_factory=lambda: Allowance(MOST_WAITING))
+    lessons: Allowance = field(default_factory=lambda: Allowance(MOST_LESSONS))
     pid: int = field(default_factory=os.getpid)
 
     @property
