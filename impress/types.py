@@ -32,10 +32,10 @@ def an_int(value: Any, what: str) -> int:
 
 
 def a_number(value: Any, what: str) -> Any:
-    """The value, if it is a number. Raises BadInput."""
+    """The value, if it is a number; NumPy's as Python's, which do not wrap. Raises BadInput."""
     if not isinstance(value, Real) or value != value:  # NaN is not itself
         raise BadInput(f"{what} must be a number, got {value!r}")
-    return value
+    return value.item() if hasattr(value, "item") else value
 
 
 def a_time(value: Any, what: str) -> float:

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,27 @@ def test_a_query_of_no_rows_chooses_nothing_and_is_refused(
         with pytest.raises(impress.BadInput, match=r"q at least 1, got \[4, 0, 128\] and"):
             session.retrieve(0, query[:, :0], suffix_lse=lse[:, :0])
         session.retrieve(0, query, suffix_lse=lse)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint64, np.uint8])
+def test_numpys_integers_are_taken_as_pythons(
+    open_store: Open, geometry: impress.Geometry, kind: Callable[[int], Any]
+) -> None:
+    """They were let through and used as they are: a uint64 to `evict` wrapped and emptied the
+    store, and a session's `first` ended in an AttributeError."""
+    store, tokens = open_store(geometry, repack_every_s=0), prompt(192)
+    for seed in range(3):
+        assert put_prompt(store, prompt(192, seed=seed), start=kind(0)).wait(60)
+    with store.lease(tokens) as lease:
+        with lease.session(first=64) as plain, lease.session(first=kind(64)) as session:
+            rows = zip(plain.retrieve(1, None), session.retrieve(1, None), strict=True)
+            assert all(torch.equal(mine, want) for mine, want in rows)
+            assert session.n_tokens == 128 and json.dumps(asdict(session.report()))
+    wait_for_promotions(store)
+    n_spans = store.stats()["spans"]
+    gone = store.evict(kind(100))
+    assert store.stats()["spans"] == n_spans - 1
+    assert gone == store.evict(100) > 0
 
 
 def test_a_wrong_out_leaves_what_was_read_ahead_where_it_is(

@@ -90,8 +90,8 @@ class Lease:
         """
         if not self.n_tokens:
             raise ImpressError("lease: a miss has nothing to read (check n_tokens first)")
-        session = self._make_session(self, policy or Exact(), first, in_order)
-        self._sessions.add(session)
+        at = an_int(first, "session: first")
+        self._sessions.add(session := self._make_session(self, policy or Exact(), at, in_order))
         return session
 
     def forget(self, session: Session) -> None:
@@ -158,7 +158,7 @@ class Session:
         """`first`, `in_order`: see Lease.session. Raises BadInput."""
         lease.check_active()
         self._window = lease.sources[0].held.record.window
-        if not 0 <= an_int(first, "session: first") < lease.n_tokens or first % self._window:
+        if not 0 <= first < lease.n_tokens or first % self._window:
             raise BadInput(
                 f"session: first must be whole windows of {self._window} and below "
                 f"{lease.n_tokens} tokens, got {first}"

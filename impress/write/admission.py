@@ -57,7 +57,7 @@ class Admission:
     ) -> Writer:
         """A writer for the windows of this prompt that are not stored; see PrefixStore.writer."""
         wait_s = a_time(wait_s, "store: wait_s")
-        if not 0 <= an_int(start, "store: start") <= len(tokens):
+        if not 0 <= (start := an_int(start, "store: start")) <= len(tokens):
             raise BadInput(f"store: start {start!r} is not in 0..{len(tokens)}")
         stored = Stored(len(labels) // (4 * self._window) * self._window, 0)
         self._begun[stored] = root  # a purge may come while it waits for its space
