@@ -201,6 +201,18 @@ def test_reads_say_what_they_want(open_store: Open, geometry: impress.Geometry) 
             refused("and ndarray", session.retrieve, 0, query, suffix_lse=lse.numpy())
             for q, of in ((query[:3], lse), (query, lse[:3]), (query, "a")):
                 refused("query and suffix_lse want tensors", session.retrieve, 0, q, suffix_lse=of)
+            for name, q, of in (
+                ("query", query.to("meta"), lse),
+                ("suff.*", query, lse.to("meta")),
+            ):
+                refused(f"{name} is a meta tensor", session.retrieve, 0, q, suffix_lse=of)
+            for scale in (
+                "1",
+                [1.0],
+                torch.ones(2),
+            ):  # these and the last ones: whatever torch said
+                refused("scaling wants a number or None", session.retrieve, 0, query, scale, lse)
+            session.retrieve(0, query, torch.ones(()), lse)
             session.retrieve(0, query, suffix_lse=lse)
     wait_for_promotions(store)
     assert store.buffers.used_bytes == 0

@@ -31,6 +31,7 @@ from impress.policy import (
     StaticH2O,
 )
 from impress.read.session import Lease
+from impress.read.shadow import Seen, ShadowSession
 from impress.read.sparse import SparseSession
 from impress.selection import probes
 from impress.selection.choices import Selection
@@ -125,6 +126,30 @@ def test_rows_brought_are_the_stored_rows_whatever_is_chosen(
                 assert (pos.diff() > 0).all()
                 assert sum(lines[layer]["rows"].values()) == len(pos)
     store.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "policy", [policy for policy in POLICIES if policy.needs_suffix_lse], ids=lambda p: p.name
+)
+def test_suffix_lse_of_another_dtype_chooses_the_same_rows(
+    open_store: Open, policy: Policy, dtype: torch.dtype
+) -> None:
+    """That of a float64 model was refused by torch, in words about its own types."""
+    store = open_store(SHAPES["gqa"], probes=("heads3-v1", "int4-v1", "pages16-v1"))
+    fill(store)
+    query, lse = asked(store.geometry, 0)
+    lse = lse.bfloat16().float()  # every dtype here has these numbers
+    with store.lease(prompt(N_TOKENS)) as lease, lease.session(policy) as session:
+        _, _, want = session.retrieve(0, query, suffix_lse=lse)
+        _, _, got = session.retrieve(0, query, suffix_lse=lse.to(dtype))
+        assert torch.equal(got, want)
+        chosen = Selection(np.arange(32), 0.1, 0.1, fell_back=False, reason="given")
+        with ShadowSession(lease, policy) as shadow:
+            found = [
+                shadow.weigh(0, Seen(query, 0.125, given, chosen)) for given in (lse, lse.to(dtype))
+            ]
+        assert found[0] is not None and found[0] == found[1]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

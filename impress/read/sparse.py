@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from numbers import Real
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -280,7 +281,7 @@ class SparseSession(Session):
             g,
             self._window,
             _detached(query),
-            g.head_dim**-0.5 if scaling is None else scaling,
+            g.head_dim**-0.5 if scaling is None else _scale(scaling),
             _detached(suffix_lse),
             self._codec,
             None if self._codec is None else self._records(layer, all_keys, used),
@@ -364,6 +365,13 @@ class SparseSession(Session):
 def _detached(given: Any) -> Any:
     """Nobody differentiates what rows are chosen by; what is not a tensor is reported later."""
     return given.detach() if hasattr(given, "detach") else given
+
+
+def _scale(given: Any) -> float:
+    """What scores are multiplied by, from a number or a tensor of one. Raises BadInput."""
+    if isinstance(given, Real) or getattr(given, "numel", int)() == 1:
+        return float(given)
+    raise BadInput(f"retrieve: scaling wants a number or None, got {type(given).__name__}")
 
 
 def session_of(

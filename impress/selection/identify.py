@@ -272,6 +272,9 @@ def _seen(asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
             f"[{g.n_heads}, q], q at least 1, got {_given(asked.query)} and "
             f"{_given(asked.suffix_lse)}"
         )
+    for name, given in (("query", asked.query), ("suffix_lse", asked.suffix_lse)):
+        if getattr(given, "is_meta", False):
+            raise BadInput(f"retrieve: {name} is a meta tensor, which holds no numbers")
     return asked.query, asked.suffix_lse
 
 

@@ -150,10 +150,11 @@ def sketch_dtype(device_type: str, stored: str) -> Any:
 def column_sums(score: Scorer, query: torch.Tensor, suffix_lse: torch.Tensor) -> Floats:
     """Column sums float32 [heads, n] of the softmax over prefix and new tokens, on the host.
 
-    query [heads, q, dim]; suffix_lse float32 [heads, q], −inf where there are no new tokens. Each
-    row's weights are raised by e^variance where the scores carry noise: see `_fold`, `_raised`.
+    query [heads, q, dim]; suffix_lse [heads, q], taken as float32, −inf where there are no new
+    tokens. Each row's weights are raised by e^variance where the scores carry noise: see `_fold`,
+    `_raised`.
     """
-    total: torch.Tensor | None = None
+    suffix_lse, total = suffix_lse.float(), None
     for at in range(0, query.shape[1], MOST_ROWS):
         rows = slice(at, at + MOST_ROWS)
         parts, head = [], 0
