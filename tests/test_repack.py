@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import signal
 import subprocess
 import threading
@@ -62,6 +63,7 @@ from impress.write.directory import read_identity, shards_of
 from impress.write.leaving import SMALL_PART
 from tiers.base import PAGE, Slot, Usage
 from tiers.errors import MediumError
+from tiers.iopool import Lane
 from tiers.ticket import Signal, Ticket, until
 
 Open = Callable[..., impress.PrefixStore]
@@ -254,14 +256,56 @@ def test_a_repack_says_that_the_slice_it_is_at_takes_its_time(
 
     def slow(ticket: Ticket, timeout_s: float) -> bool:
         if timeout_s == 60.0 and not late:  # the first of a repack's
-            late.append(True)
+            late.append(wait(ticket, timeout_s))
             return False
         return wait(ticket, timeout_s)
 
     monkeypatch.setattr(Ticket, "wait", slow)
     assert store.repack().moved == 1 and late
-    assert "a read or write has taken a minute so far" in caplog.text
+    assert re.search(r"a read or write has taken \d+ s so far", caplog.text)
     assert_serves(store, prompt(256), 256)
+
+
+def test_a_repack_whose_turn_has_not_come_says_so_and_can_be_interrupted(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """It was said to take a minute over a slice that had not begun, as of a bad disk; and Ctrl-C
+    waited until requests left it a turn."""
+    store, begun, go = open_store(geometry), threading.Event(), threading.Event()
+    assert store._repacker is not None
+    copier, told, ran = store._repacker._copier, list[str](), list[bool]()
+    wait, over, this = Ticket.wait, Ticket.over, threading.current_thread()
+
+    def held() -> None:
+        begun.set()
+        assert go.wait(60)
+
+    def interrupted(ticket: Ticket, timeout_s: float) -> bool:
+        if threading.current_thread() is not this:
+            return wait(ticket, timeout_s)
+        if not told:
+            told.append("a minute is over")
+            return False
+        raise KeyboardInterrupt
+
+    def freed(ticket: Ticket, timeout_s: float) -> bool:
+        if threading.current_thread() is this and not ticket.done:
+            go.set()
+        return over(ticket, timeout_s)
+
+    monkeypatch.setattr(Ticket, "wait", interrupted)
+    monkeypatch.setattr(Ticket, "over", freed)
+    others = store._pool.submit(Lane.PROMOTE, [held])  # before it, as under endless requests
+    assert begun.wait(60)
+    with pytest.raises(KeyboardInterrupt):
+        copier.do(lambda: ran.append(True))
+    is_free = not go.is_set()  # nobody had to let it go first
+    monkeypatch.undo()
+    go.set()
+    assert others.wait(60) and store._pool.idle(60)
+    assert is_free and not ran and not copier.under_way
+    assert "a read or write waits for its turn behind requests" in caplog.text
 
 
 def test_bytes_are_spread_over_time_and_days() -> None:

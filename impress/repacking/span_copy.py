@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from time import monotonic
 from typing import Final
 
 import numpy as np
@@ -188,18 +189,29 @@ class Copier:
     def do(self, task: Task) -> None:
         """Run it on lane REPACK, to its end: a write given up midway could land on another's."""
         tickets: list[Ticket] = []
+        begun: list[float] = []
         self._tickets = [ticket for ticket in self._tickets if not ticket.done]
+
+        def run() -> None:
+            begun.append(monotonic())
+            task()
+
         try:
             # Noted before it is queued: Ctrl-C may come between that and the return of `submit`.
-            self._pool.submit(Lane.REPACK, [task], note=tickets.append)
+            self._pool.submit(Lane.REPACK, [run], note=tickets.append)
             while not tickets[0].wait(60.0):
-                log.warning("repack: a read or write has taken a minute so far")
+                said = "waits for its turn behind requests"
+                if begun:
+                    said = f"has taken {monotonic() - begun[0]:.0f} s so far"
+                log.warning("repack: a read or write %s", said)
         except Cancelled:
             raise Stopped from None
         finally:  # Ctrl-C too
             self._tickets += tickets
             for ticket in tickets:
                 ticket.cancel()
+            self._pool.run_here(Lane.REPACK, tickets)  # not begun: it ends here, not in its turn
+            for ticket in tickets:
                 while not ticket.over(60.0):
                     pass
 
