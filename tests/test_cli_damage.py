@@ -295,6 +295,20 @@ def test_rebuild_does_not_go_by_an_identity_that_no_header_fits(path, what):
         assert store.lookup(PROMPT) == len(PROMPT)
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect", "repack", "purge"])
+def test_a_shards_folder_that_is_a_link_to_itself_is_one_line(path, command):
+    """Python up to 3.12 raised RuntimeError for it: each command ended in a traceback, and no
+    server could open the store."""
+    loop = path / "shards/2"
+    loop.symlink_to(loop)
+    with opened(path, shard=0) as store:
+        assert store.lookup(PROMPT) == len(PROMPT) and [*store.left_out()] == ["2"]
+    named = ["--namespace", "a test"] if command == "purge" else []
+    done = run(command, "--store", path, *named)
+    assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr
+    assert "shards/2" in done.stderr + done.stdout or "shard 2" in done.stderr
+
+
 @pytest.mark.parametrize("how", ["renamed", "copied"])
 def test_nothing_is_purged_where_a_folder_was_renamed_or_copied(path, how):
     """`purge` said "erased" while that folder kept all of it, and a rebuild brought it back."""

@@ -49,10 +49,12 @@ def _share(shard: Shard, catalog: MergedCatalog, locks: dict[_File, int]) -> Sha
         extent.length - min(max(sizes.get(extent.segment, 0) - extent.off, 0), extent.length)
         for extent in owned
     )
-    device = _device(shard.path)
-    holders = (locks.get((*device, _inode(path))) for path in shard.readers.glob("*"))
-    readers = sum(holder not in (None, os.getpid()) for holder in holders)  # not this process
-    writer = locks.get((*device, _inode(shard.path / "lock")))
+    writer, readers = None, 0
+    with suppress(OSError):  # where there is no folder (a link to itself), nobody has a file open
+        device = _device(shard.path)
+        holders = (locks.get((*device, _inode(path))) for path in shard.readers.glob("*"))
+        readers = sum(holder not in (None, os.getpid()) for holder in holders)  # not this process
+        writer = locks.get((*device, _inode(shard.path / "lock")))
     total, used = sum(sizes.values()), sum(extent.length for extent in owned)
     repeated, behind = _not_shown(catalog, catalog.known(shard.spans).keys() - views.keys())
     return Share(

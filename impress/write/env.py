@@ -102,7 +102,7 @@ def check_fork(path: Path) -> None:
     cannot be opened here, and nothing in it would be a hit in another shard taken instead."""
     theirs = {folder for (folder, _), one in list(envs.items()) if one.pid != os.getpid()}
     for shard in shards_of(path) if theirs else ():
-        if (folder := shard.index.resolve()) in theirs:
+        if (folder := Path(os.path.realpath(shard.index))) in theirs:
             raise StoreFailed(f"index: {folder}: {FORKED}")
 
 
@@ -209,7 +209,11 @@ def folder_of(folder: Path) -> Path:
     purge or a rebuild puts another in its place, and deletes what of its own lies beside it."""
     if folder.is_symlink():
         raise StoreFailed(f"index: {folder.parent}: {said_of_link(folder, 'folder')}")
-    return folder.resolve()
+    try:
+        return folder.resolve()
+    except (OSError, RuntimeError) as err:  # the second: a link to itself (before Python 3.13)
+        said = "a folder of this name is a link that leads to itself"
+        raise StoreFailed(f"index: {folder}: {getattr(err, 'strerror', None) or said}") from None
 
 
 def compact(folder: Path) -> None:
