@@ -295,7 +295,7 @@ def test_rebuild_does_not_go_by_an_identity_that_no_header_fits(path, what):
         assert store.lookup(PROMPT) == len(PROMPT)
 
 
-@pytest.mark.parametrize("command", ["verify", "inspect", "repack", "purge"])
+@pytest.mark.parametrize("command", ["verify", "inspect", "repack", "rebuild", "purge"])
 def test_a_shards_folder_that_is_a_link_to_itself_is_one_line(path, command):
     """Python up to 3.12 raised RuntimeError for it: each command ended in a traceback, and no
     server could open the store."""
@@ -306,7 +306,7 @@ def test_a_shards_folder_that_is_a_link_to_itself_is_one_line(path, command):
     named = ["--namespace", "a test"] if command == "purge" else []
     done = run(command, "--store", path, *named)
     assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr
-    assert "shards/2" in done.stderr + done.stdout or "shard 2" in done.stderr
+    assert "2 is a link that leads to no folder" in done.stderr + done.stdout
 
 
 @pytest.mark.parametrize("how", ["renamed", "copied"])

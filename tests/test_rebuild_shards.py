@@ -112,6 +112,41 @@ def test_a_shard_that_cannot_be_read_is_named_and_the_others_are_rebuilt(
         assert_serves(store, prompt(256, n), 256)
 
 
+@pytest.mark.parametrize("how", ["link", "loop", "file"])
+def test_a_shard_whose_segments_are_not_mounted_is_named_and_the_others_are_rebuilt(
+    open_store: Open, geometry: impress.Geometry, how: str
+) -> None:
+    """It was passed over without a word, with status 0. A process that leased through it took its
+    rows for gone, and its own spans behind them out of the tree for good."""
+    main, other = (open_store(geometry, shard=n, follow_every_s=0) for n in (0, 1))
+    assert put_prompt(other, prompt(256)[:128]).wait(60)
+    main.follow()
+    assert put_prompt(main, prompt(256), start=128).wait(60)
+    main.close()
+    other.close()
+    path, segments = main.path, main.path / "shards/1/segments"
+    aside = segments.rename(path / "aside")
+    if how == "file":
+        segments.touch()
+    else:
+        segments.symlink_to(segments if how == "loop" else path / "gone")
+    done, said = run_json("rebuild", "--store", path)
+    assert (done.returncode, said["spans"], said["failed_shards"]) == (1, 1, ["1"])
+    why = "is a file where a folder is to be"
+    if how != "file":
+        why = "is a link that leads to no folder: is its disk mounted?"
+    assert f"shard 1 failed: {segments} {why}" in said["notes"]
+    with open_store(geometry, shard=0, follow_every_s=0) as store:
+        assert store.left_out() == {"1": f"{segments} {why}"}
+        assert_serves(store, prompt(256), 0)
+    with pytest.raises(impress.StoreFailed, match=f"{segments} {why}".replace("?", "[?]")):
+        open_store(geometry, shard=1)
+    segments.unlink()
+    aside.rename(segments)
+    with open_store(geometry, shard=0, follow_every_s=0) as store:
+        assert_serves(store, prompt(256), 256)
+
+
 def test_a_lost_identity_is_found_beside_a_shard_that_cannot_be_read(
     open_store: Open, geometry: impress.Geometry
 ) -> None:

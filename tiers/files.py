@@ -61,7 +61,11 @@ def make_folder(path: Path) -> None:
     if not path.parent.exists():
         make_folder(path.parent)
     is_new = not path.exists()
-    path.mkdir(mode=0o700, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError as err:
+        said = said_of_no_folder(path) or err.strerror
+        raise FileExistsError(err.errno, said, str(path)) from None
     if is_new:
         sync_path(path.parent)
     give_to_owner(path)
@@ -246,6 +250,20 @@ def said_of_link(path: Path, kind: str = "file") -> str:
     return (
         f"{path.name} is a symbolic link, which is not followed: put the {kind} itself in its place"
     )
+
+
+def said_of_no_folder(path: Path) -> str:
+    """What is wrong where something that is no folder has the name of one; empty: nothing has, or a
+    folder, or that cannot be told."""
+    try:
+        if stat.S_ISDIR(path.stat().st_mode):
+            return ""
+    except OSError as err:
+        if err.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return ""
+    if path.is_symlink():
+        return f"{path.name} is a link that leads to no folder: is its disk mounted?"
+    return f"{path.name} is a file where a folder is to be" if os.path.lexists(path) else ""
 
 
 def lock_file(path: Path) -> Locked | None:

@@ -107,6 +107,9 @@ def _erased(
     if said := said_of_strays(where):  # all or nothing
         raise StoreFailed(f"{where}: nothing is purged: {said[0]}")
     for shard in shards:
+        if why := shard.unmounted():
+            raise StoreFailed(f"{where}: nothing is purged: {why}")
+    for shard in shards:
         with writing(shard):
             shard.lock()
         shard.unlock()

@@ -19,7 +19,10 @@ from impress.write.index import Index
 
 
 def index_values(shard: Shard) -> dict[int, bytes]:
-    """Span -> what a shard's index holds of it. Raises FormatError (none, damaged), StoreFailed."""
+    """Span -> what a shard's index holds of it. Raises FormatError (none, damaged, the shard's disk
+    is not mounted), StoreFailed."""
+    if said := shard.unmounted():
+        raise FormatError(said)
     if not shard.has_index():  # LMDB would begin one in an empty file
         raise FormatError(f"index: {shard.index} is missing")
     try:

@@ -60,13 +60,14 @@ def rebuild_store(
 ) -> Rebuilt:  # fmt: skip
     """Scan, verify, and put new indexes in place (not when `dry_run`), shard by shard.
 
-    Needs the writers' locks: a shard that is open for writing, cannot be read, or whose new index
-    cannot be written, is named and left alone. `found`: filled even where this raises.
-    Raises FormatError (no store, no segments); StoreLocked, StoreFailed (no shard was rebuilt).
+    Needs the writers' locks: a shard that is open for writing, cannot be read (its disk is not
+    mounted, say), or whose new index cannot be written, is named and left alone. `found`: filled
+    even where this raises. Raises FormatError (no store, no segments); StoreLocked, StoreFailed (no
+    shard was rebuilt).
     """
     say, found = progress or (lambda what, done, of: None), found or Rebuilt()
     found.notes += said_of_strays(path)
-    shards = [shard for shard in shards_of(path) if shard.segments.is_dir()]
+    shards = [s for s in shards_of(path) if s.unmounted() or s.segments.is_dir()]
     errors, mine = list[Exception](), list[Shard]()
     if not shards:
         read_identity(path)  # says what is wrong with a path that is not a store

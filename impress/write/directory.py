@@ -25,10 +25,12 @@ from typing import Any, Final
 from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, StoreMismatch
 from impress.spans.format import VERSION
 from impress.types import WINDOWS, Geometry
+from impress.write.folders import is_dir, names_in, unmounted
 from tiers.files import (
     Locked,
     lock_file,
     make_folder,
+    said_of_no_folder,
     segment_paths,
     sync_path,
     turn_at,
@@ -287,8 +289,10 @@ class Shard:
 
     def check_index(self) -> None:
         """Raises FormatError where segments lie here without an index, or a purge was cut off;
-        StoreFailed where that cannot be told."""
-        if self.is_purged() and not _is_dir(self.index):
+        StoreFailed where that cannot be told, or its disk is not mounted."""
+        if said := self.unmounted():
+            raise StoreFailed(said)
+        if self.is_purged() and not is_dir(self.index):
             raise FormatError(
                 f"{self.path.parent.parent}: a purge of shard {self.name} was cut off: repeat it"
             )
@@ -317,7 +321,11 @@ class Shard:
 
     def is_purged(self) -> bool:
         """Whether a purge is under way here, or was cut off. Raises StoreFailed."""
-        return _is_dir(self.path / GONE)
+        return is_dir(self.path / GONE)
+
+    def unmounted(self) -> str:
+        """See impress.write.folders."""
+        return unmounted(self.path, self.segments)
 
     def unlock(self) -> None:
         if self._fd is not None:
@@ -334,7 +342,10 @@ class Shard:
 
 @contextmanager
 def writing(shard: Shard) -> Iterator[None]:
-    """Where a shard is locked and no other can be named, says what helps. Raises StoreLocked."""
+    """Where a shard is locked and no other can be named, says what helps. Raises StoreLocked;
+    StoreFailed where its disk is not mounted: a command begins nothing in its place."""
+    if said := shard.unmounted():
+        raise StoreFailed(said)
     try:
         yield
     except StoreLocked:
@@ -347,38 +358,23 @@ def writing(shard: Shard) -> Iterator[None]:
 def shards_of(path: Path) -> list[Shard]:
     """Every shard of a directory in which something was ever stored, by number.
 
-    Even one in which a purge was cut off, leaving only the index it was to replace, counts. Raises
-    StoreFailed where that cannot be told.
+    Even one in which a purge was cut off, leaving only the index it was to replace, counts, and one
+    on a disk that is not mounted: what hangs from it does not hang in the air, and is not all that
+    a purge has to erase. Raises StoreFailed where that cannot be told.
     """
-    names = names_in(path / "shards")
+    folder = path / "shards"
+    if said := said_of_no_folder(folder):
+        raise StoreFailed(f"{path}/{said}")
+    names = names_in(folder)
     numbers = [0 if n == "main" else int(n) for n in names if n == "main" or is_number(n)]
     shards = [Shard(path, n) for n in sorted(numbers)]
-    return [s for s in shards if s.has_index() or s.is_purged() or s.has_segments()]
+    return [
+        s for s in shards if s.has_index() or s.unmounted() or s.is_purged() or s.has_segments()
+    ]
 
 
 def is_number(name: str) -> bool:
     return _NUMBER.fullmatch(name) is not None and int(name) < MOST_SHARDS
-
-
-def names_in(folder: Path) -> list[str]:
-    """Names of what lies there; none where there is no such folder. Raises StoreFailed.
-
-    Not by `glob`, which passes over a folder that it may not list.
-    """
-    try:
-        return [path.name for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as err:  # no permission, no more files for this process
-        raise StoreFailed(f"{folder}: {err.strerror}") from None
-
-
-def _is_dir(path: Path) -> bool:
-    """Raises StoreFailed where that cannot be told."""
-    try:
-        return path.is_dir()
-    except OSError as err:
-        raise StoreFailed(f"{path}: {err.strerror}") from None
 
 
 def locked_shard(path: Path, number: int | None) -> Shard:

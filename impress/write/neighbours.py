@@ -160,7 +160,7 @@ class Unread:
 
 def _holds_any(shard: Shard) -> bool:
     try:
-        return bool(segment_paths(shard.segments))
+        return bool(shard.unmounted() or segment_paths(shard.segments))
     except OSError:  # it may belong to another user: opening it will say so
         return True
 

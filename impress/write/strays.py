@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from impress.errors import StoreFailed
-from impress.write.directory import is_number, names_in
+from impress.write.directory import is_number
+from impress.write.folders import names_in
 
 
 def strays_of(path: Path) -> list[str]:

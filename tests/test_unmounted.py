@@ -1,0 +1,140 @@
+"""Shards on a disk that is not mounted: they are unread, which is not the same as not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import assert_serves, prompt
+from console import assert_refused, run, run_json
+from test_shards import APART, ready
+
+import impress
+import impress.write.reclaim
+from impress.write.directory import Shard, shards_of
+
+Open = Callable[..., impress.PrefixStore]
+
+
+@pytest.fixture
+def path(open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two shards, closed: the second has a prompt's first half, and main what hangs from that."""
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+    main, other = (open_store(geometry, **APART) for _ in range(2))
+    ready(other, prompt(256)[:128])
+    main.follow()
+    ready(main, prompt(256), start=128)
+    main.close()
+    other.close()
+    return main.path
+
+
+def unmount(folder: Path, how: str) -> Path:
+    """Take a folder away, and leave what its disk leaves; where it is now."""
+    away = folder.rename(folder.parents[2] / "away")
+    if how == "link":
+        folder.symlink_to(folder.parents[2] / "not mounted")
+    else:
+        folder.mkdir()
+    return away
+
+
+def mount(folder: Path, away: Path) -> None:
+    folder.unlink() if folder.is_symlink() else folder.rmdir()
+    away.rename(folder)
+
+
+@pytest.mark.parametrize("how", ["link", "empty"])
+def test_what_hangs_from_a_shard_whose_disk_is_not_mounted_is_kept(
+    open_store: Open, geometry: impress.Geometry, path: Path, how: str
+) -> None:
+    """That shard counted as deleted: the next server on main deleted, and erased, what hung from
+    it, and nothing was left of that once the disk was mounted again."""
+    shard = path / "shards/1"
+    away = unmount(shard, how)
+    with open_store(geometry, shard=0, **APART) as store:
+        assert [*store.left_out()] == ["1"] and "is its disk mounted?" in store.left_out()["1"]
+        assert store.lookup(prompt(256)) == 0
+    mount(shard, away)
+    with open_store(geometry, shard=0, **APART) as store:
+        assert_serves(store, prompt(256), 256)
+        store.check()
+
+
+def test_a_disk_that_is_mounted_while_a_server_runs_is_read_from_then_on(
+    open_store: Open, geometry: impress.Geometry, path: Path
+) -> None:
+    away = unmount(path / "shards/1", "link")
+    with open_store(geometry, shard=0, **APART) as store:
+        mount(path / "shards/1", away)
+        store.follow()
+        assert_serves(store, prompt(256), 256)
+        assert not store.left_out()
+
+
+def test_what_hangs_from_a_shard_that_was_deleted_goes(
+    open_store: Open, geometry: impress.Geometry, path: Path
+) -> None:
+    (path / "shards/1").rename(path / "away")
+    with open_store(geometry, shard=0, **APART) as store:
+        assert not store.left_out()
+        store.flush()
+        assert not [*store.index.spans()]
+
+
+@pytest.mark.parametrize("how", ["link", "empty"])
+def test_commands_name_a_shard_whose_disk_is_not_mounted_and_begin_nothing_there(
+    path: Path, how: str
+) -> None:
+    """`purge` said "erased" with status 0 while that shard kept all of it; `verify` said "sound",
+    or that what hung from it was in vain."""
+    shard = path / "shards/1"
+    away = unmount(shard, how)
+    said = "shards/1 is empty: is its" if how == "empty" else "1 is a link that leads to no folder"
+    done = run("purge", "--store", path, "--namespace", "test")
+    assert_refused(done, "nothing is purged", said, "disk mounted?")
+    done, found = run_json("verify", "--store", path)
+    (problem,) = found["problems"]
+    assert (done.returncode, found["waiting"]) == (1, 1) and said in problem["what"]
+    done, found = run_json("inspect", "--store", path)
+    assert (done.returncode, found["failed_shards"]) == (0, ["1"]) and said in done.stderr
+    done, found = run_json("rebuild", "--store", path)
+    assert (done.returncode, found["spans"], found["failed_shards"]) == (1, 1, ["1"])
+    assert any(said in note for note in found["notes"])
+    done = run("repack", "--store", path)
+    assert done.returncode == 1 and said in done.stderr
+    assert how == "link" or not [*shard.iterdir()]
+    mount(shard, away)
+    assert run("verify", "--store", path).returncode == 0
+    assert run("purge", "--store", path, "--namespace", "test").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "rebuild", "repack", "purge"])
+def test_all_shards_on_a_disk_that_is_not_mounted_are_no_empty_store(
+    open_store: Open, geometry: impress.Geometry, path: Path, command: str
+) -> None:
+    """`verify` said "sound (0 spans)"."""
+    (path / "shards").rename(path / "away")
+    (path / "shards").symlink_to(path / "not mounted")
+    named = ["--namespace", "test"] if command == "purge" else []
+    said = "shards is a link that leads to no folder: is its disk mounted?"
+    assert_refused(run(command, "--store", path, *named), said)
+    for mode in ("r", "rw"):
+        with pytest.raises(impress.StoreFailed, match="shards is a link that leads to no folder"):
+            open_store(geometry, mode)
+
+
+def test_a_shard_that_may_not_be_listed_is_not_taken_for_one_that_is_not_mounted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.iterdir
+
+    def iterdir(folder: Path) -> object:
+        if folder == path / "shards/1":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return real(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert not Shard(path, 1).unmounted()
+    assert [shard.name for shard in shards_of(path)] == ["main", "1"]
