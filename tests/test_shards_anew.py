@@ -11,6 +11,8 @@ from conftest import MIB, assert_serves, elsewhere, prompt, wait_for_promotions
 from test_shards import APART, Pair, check, look, pair, ready, unreadable
 
 import impress
+from impress.upkeep.rebuild import rebuild_store
+from impress.upkeep.scan import Rebuilt
 from impress.write.readers import present
 
 __all__ = ["pair"]  # the fixture
@@ -71,6 +73,41 @@ def test_what_bears_the_id_of_a_span_that_is_held_comes_once_that_is_let_go(
     look(a, again)
     assert_serves(a, prompt(256, 1), 0)
     assert_serves(a, tokens, 512)
+    assert not a.follow()
+    check(a, again)
+
+
+@pytest.mark.parametrize("index", ["kept", "lost"])
+def test_what_is_stored_after_a_rebuild_is_found_by_who_holds_what_left_before_it(
+    pair: Pair, open_store: Open, index: str
+) -> None:
+    """A rebuild gave out the id of an evicted span again. Who still held that took the new span,
+    told of by the log, for the one it knew, and showed neither it nor what hung from it for good.
+    """
+    (a, b), tokens = pair, prompt(256, 3)
+    ready(b, prompt(256, 1))
+    ready(b, prompt(128, 2))
+    look(a)
+    with a.lease(prompt(128, 2)) as held:
+        assert held.n_tokens == 128
+        b.lease(prompt(256, 1)).release()  # so that it stays
+        assert b.evict(1) > 0 and b.lookup(prompt(128, 2)) == 0
+        b.close()
+        if index == "lost":
+            shutil.rmtree(a.path / "shards/1/index")
+        rebuild_store(a.path, found=(found := Rebuilt()))
+        assert (found.spans, found.busy_shards) == (1, ["main"])
+        again = open_store(a.geometry, **APART, shard=1)
+        look(a, again)
+        ready(again, tokens[:128])
+        ready(again, tokens, start=128)
+        its = {record.span_id for record in again.catalog.own_records()}
+        assert (held.sources[0].span in its) == (index == "lost")
+        look(a, again)
+    look(a, again)
+    look(a, again)
+    assert_serves(a, tokens, 256)
+    assert_serves(a, prompt(256, 1), 256)
     assert not a.follow()
     check(a, again)
 

@@ -6,7 +6,8 @@ Every page of every segment is looked at: a header record begins on a page with 
 checksum and this store's uuid. Rows are judged by their sums. Of sound spans that claim the same
 bytes, or hold the same windows, the one of the higher generation wins. The old index is set aside,
 not deleted. Where it can be read, it is used for this alone: what it notes as still to be erased
-is left out, and noted in the new one, as is what is spent of the day's writes.
+is left out, and noted in the new one, as is what is spent of the day's writes; and no id that it
+gave out is given out again, as another process may hold what had it.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def _rebuild(
 ) -> None:
     """One shard, locked; adds what it holds to `found`. Raises MediumError, StoreFailed."""
     headers = list(scan(shard.segments, found, say))
-    notes, wear, n_spans = asked(shard, found)
+    notes, wear, n_spans, last = asked(shard, found)
     if n_spans and not segment_paths(shard.segments):  # else all that it held would be free space
         raise StoreFailed(
             f"{shard.segments} is empty, but the index beside it names {n_spans} spans: mount its "
@@ -138,9 +139,10 @@ def _rebuild(
     found.windows += sum(h.record.n_windows for h in sound)
     found.n_bytes += sum(h.record.owned_bytes for h in sound)
     if not dry_run:
-        last = max((header.record.span_id for header in ours), default=0)
-        noted = [span for span in notes if span in shard.spans]  # a renamed one notes others', too
-        _install(shard, sound, notes, max([last, *noted]), wear)
+        # So that none is given out again; a renamed one's index notes others', too.
+        noted = [span for span in (*notes, last) if span in shard.spans]
+        known = [*noted, *(header.record.span_id for header in ours)]
+        _install(shard, sound, notes, max(known, default=0), wear)
 
 
 def _identity(
@@ -317,7 +319,8 @@ def _install(
     """Make a new index beside the old one, then put it in its place. A crash leaves one of the two,
     and whoever locks the shard next puts the new one there if the old one is not (Shard.lock).
 
-    `last`: the highest id found, whatever became of it. `wear`: the old index's, where known.
+    `last`: the highest id found, or known to the old index, whatever became of it. `wear`: the old
+    index's, where known.
     """
     draft, made, aside = shard.path / "index.new", shard.path / MADE, shard.path / OLD
     try:

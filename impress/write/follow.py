@@ -299,8 +299,12 @@ class Follower:
         theirs = n.shard.spans  # the log of a copied shard speaks of the other's spans
         self._gone.update(c.old for c in changes if c.old in theirs and self._catalog.knows(c.old))
         for span, _, prefix in changes:
+            if span not in values or span not in theirs:
+                continue
             known = self._catalog.knows(span) and span not in self._begun
-            if span in values and not known and span in theirs:
+            if known and not self._catalog.knows(span, values[span]):
+                n.late.add(span)  # a rebuild gave the id out again, of one that is held here
+            if not known:
                 with suppress(FormatError):
                     before = _before(span, values[span], prefix, self._catalog.window)
                     self._admit(span, values[span], before)
