@@ -88,7 +88,7 @@ class PrefixStore:
     ) -> PrefixStore:  # fmt: skip
         """Open a directory; an empty one is made a store. mode "r" stores nothing.
 
-        Any number of processes may open it: each writes its own shard (`Config.shard`) and reads
+        Up to 120 processes may have it open: each writes its own shard (`Config.shard`) and reads
         all. Raises StoreMismatch (another geometry, dtype or window), StoreLocked (a second writer
         of a shard), FormatError (no store, a foreign directory, a newer format), StoreFailed (no
         permission, a metrics_port that is taken), BadInput (an argument of the wrong type),

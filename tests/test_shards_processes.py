@@ -100,6 +100,32 @@ def test_two_writers_and_a_reader_read_what_all_stored(start: Start) -> None:
     assert a("check") and b("check")
 
 
+def test_where_an_index_has_room_for_no_more_readers_a_line_says_what_to_do(
+    open_store: Callable[..., impress.PrefixStore], geometry: impress.Geometry
+) -> None:
+    """It said "Please use a larger Environment(max_readers=) parameter", which nobody can."""
+    store = open_store(geometry, **FAST)
+    assert put_prompt(store, prompt(256)).wait(60)
+    store.close()
+    fill = f"""if True:
+        import lmdb, sys
+        env = lmdb.open({str(store.path / "shards/main/index")!r}, readonly=True)
+        held = [env.begin() for _ in range(126)]
+        print("full", flush=True)
+        sys.stdin.read()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", fill], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as others:
+        assert others.stdout is not None
+        assert others.stdout.readline() == "full\n"
+        for mode in ("rw", "r"):
+            with pytest.raises(impress.StoreFailed, match=r"main/index: 126 readers.* let fewer"):
+                open_store(geometry, mode, **FAST)
+        others.communicate()
+    assert_serves(open_store(geometry, **FAST), prompt(256), 256)
+
+
 def test_answers_are_right_while_both_evict_under_pressure(start: Start) -> None:
     """Each keeps two prompts of the six; the other reads along. A miss is fine, a wrong row not."""
     small = {"disk_bytes": 3 << 20, "disk_high": 1.0, "disk_low": 0.5}

@@ -20,7 +20,7 @@ import lmdb
 from impress.errors import FORKED, FormatError, ImpressError, StoreFailed
 from impress.write.directory import GONE, OLD, shards_of
 from impress.write.pages import damage_of, unopenable
-from impress.write.prepare import check_unwritten, make_data, make_table
+from impress.write.prepare import READERS, check_unwritten, make_data, make_table
 from tiers.files import (
     give_to_owner,
     make_folder,
@@ -316,6 +316,9 @@ def _failed(folder: Path, err: Exception) -> StoreFailed:
     said = _said(folder, err)
     if isinstance(err, lmdb.MemoryError):
         said += f"; it maps {MAP_BYTES >> 30} GiB of addresses: raise `ulimit -v`"
+    if isinstance(err, lmdb.ReadersFullError):  # LMDB says to call it otherwise
+        said = f"{folder}: {READERS} readers have it open, and LMDB has room for no more: "
+        said += "let fewer processes use this directory at once"
     if isinstance(err, lmdb.PanicError):  # after a failed write of its first pages
         said += "; LMDB writes no more in this process: close the store, and open it again"
     if isinstance(err, _DAMAGE):

@@ -12,7 +12,9 @@ from impress.errors import StoreFailed
 from tiers.base import PAGE
 from tiers.files import give_blocks, keep_in_place, open_or_make, shares_blocks
 
-#: Size of LMDB's table of readers: room for 126 of them, LMDB's default.
+#: Readers that LMDB's table has room for, its default, and the table's size. Whoever opens an index
+#: first makes it; made larger beside a process that has it open, that one would read past its own.
+READERS: Final = 126
 LOCK_BYTES: Final = 8 << 10
 MOUNTS: Final = Path("/proc/self/mountinfo")
 
