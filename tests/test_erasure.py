@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 import impress
 from impress.cli.main import app
 from impress.errors import StoreFailed
-from impress.spans.format import SpanRecord
+from impress.spans.format import MAGIC, SpanRecord
 from impress.tree.catalog import Catalog
 from impress.tree.merged import MergedCatalog
 from impress.tree.nodes import Ids
@@ -941,6 +941,28 @@ def test_what_was_evicted_is_erased_by_whatever_purge_comes_next(
     assert row_of(gone) not in held and row_of(left) in held
     assert_serves(store, left, 64)
     store.check()
+
+
+def test_what_eviction_leaves_in_clear_is_gone_after_a_purge(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """The documents said that eviction wipes headers; it wipes the first page of each, and token
+    ids and the namespace's name lie behind that."""
+    store = open_store(geometry, repack_every_s=0, namespace="a name of its own")
+    tokens = (prompt(64, 1), prompt(64, 2))
+    for prefix in tokens:
+        put_prompt(store, prefix).wait(60)
+    store.evict(1)
+    store.flush()
+    (gone,) = (prefix for prefix in tokens if not store.lookup(prefix))
+    held = everything_in(segments(store.path))
+    assert gone.tobytes() in held and held.count(b"a name of its own") == 2
+    assert held.count(MAGIC) == 1
+    store.purge("nobody")
+    held = everything_in(segments(store.path))
+    assert gone.tobytes() not in held and held.count(b"a name of its own") == 1
+    store.purge()
+    assert b"a name of its own" not in everything_in(segments(store.path))
 
 
 def test_a_store_that_a_kill_cut_off_is_erased_by_whatever_purge_comes_next(tmp_path: Path) -> None:

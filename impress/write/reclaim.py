@@ -118,10 +118,11 @@ class Reclaim:
         self._wait(lambda: not any(r.generation < generation or r.held for r in self._readers()))
 
     def close(self, *, hangs: bool) -> bool:
-        """Wait for other readers a last time, then bury what is left: headers are wiped, so that no
-        scan finds it again; rows stay on the disk, except those to be erased. False: a thread is
-        stuck in a write, and may still write. Then, and where that is known before (`hangs`), this
-        thread writes nothing: it would be stuck, too, and what is left is the next open's."""
+        """Wait for other readers a last time, then bury what is left: the first page of each header
+        is wiped, so that no scan finds it again; token ids and rows stay on the disk, except those
+        to be erased. False: a thread is stuck in a write, and may still write. Then, and where that
+        is known before (`hangs`), this thread writes nothing: it would be stuck, too, and what is
+        left is the next open's."""
         if not hangs:
             self.settle()
             self.wait_for([record.span_id for record in self.limbo.records()])
@@ -133,8 +134,9 @@ class Reclaim:
         return True
 
     def bury(self, left: list[SpanRecord]) -> None:
-        """Wipe these spans' headers, so that no scan finds them again, and give their space back:
-        once off the list it is free, or in limbo; where this may not write, it is nobody's."""
+        """Wipe the first page of these spans' headers, so that no scan finds them again, and give
+        their space back: once off the list it is free, or in limbo; where this may not write, it is
+        nobody's."""
         if not self._if_ours(lambda: self._bury(left)):
             left.clear()
 
