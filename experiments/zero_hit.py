@@ -51,6 +51,8 @@ _CELLS: Final[tuple[tuple[int, bool, Policy], ...]] = (
 LAYERS: Final = 4
 DEEP: Final = 32
 _DEEP_HITS: Final = (0, 37, 49)
+#: More than any cell stores (the deep model's prompts 1 GiB): nothing is to be evicted meanwhile.
+_DISK: Final = 2 << 30
 
 
 def cells(options: Options) -> list[Cell]:
@@ -83,7 +85,7 @@ def _model(layers: int) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=model.config.vocab_size, hidden_size=256, intermediate_size=512,
-        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=1,
         max_position_embeddings=2 * N_TOKENS,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
@@ -96,7 +98,7 @@ def measure(
     model = _model(layers)
     mode: Literal["auto", "exact"] = "exact" if hit else "auto"  # else some would be recomputed
     config = impress.Config(
-        dram_bytes=64 << 20, segment_bytes=64 << 20, disk_bytes=1 << 30, repack_every_s=0.0,
+        dram_bytes=64 << 20, segment_bytes=64 << 20, disk_bytes=_DISK, repack_every_s=0.0,
         mode=mode,
     )  # fmt: skip
     folder = options.folder / f"zero-{hit}-{storing}-{policy.name}-{layers}"
@@ -108,6 +110,8 @@ def measure(
             engine.flush()
         row = _compared(engine, model, [_prompt(shared, i) for i in range(n + BLOCK)])
         _check(engine.last_request, HITS[hit])
+        if engine.store.stats()["evicted_spans"]:
+            raise Unable("spans were evicted: what that took is not what a store costs")
         return [{**row, "hit_share": HITS[hit] / N_TOKENS, "mode": mode}]
     finally:
         engine.close()

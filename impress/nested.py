@@ -32,8 +32,9 @@ def check_alone(what: str, parts: Collection[object], asking: str) -> None:
             called = frame.f_locals.get("self")
             if not mine.isdisjoint(map(id, [called, *getattr(called, "__dict__", {}).values()])):
                 raise ImpressError(
-                    f"{what}: called by a signal handler or a finalizer in the middle of another "
-                    "call of this store: raise SystemExit there, say, and call this afterwards"
+                    f"{what}: called in the middle of another call of this store, on its thread, "
+                    "by a signal handler, a finalizer or a callback: call it afterwards (a handler "
+                    "may raise SystemExit)"
                 )
         frame = frame.f_back
 

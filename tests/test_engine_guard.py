@@ -45,7 +45,7 @@ from impress.policy import AllHeads, Exact, Quality, StaticH2O
 from impress.quality import guard
 from impress.quality.guard import Weighed
 from impress.quality.names import name_of
-from impress.read.reading import MOST_WAITING
+from impress.read.reading import MOST_LESSONS, MOST_WAITING
 from impress.read.shadow import SHADOW_ROWS, RerunSession
 from impress.selection.choices import Selection
 from impress.selection.identify import Asked, select
@@ -252,7 +252,7 @@ def test_memory_is_planned_for_all_requests_whose_rows_are_held(tmp_path, monkey
     one = used[5] - used[4]  # of a miss: it holds nothing that it reads into besides
     assert max(used) == n_most * one > 0
     settings, rows = impress.Config(), 8192 * impress.Geometry(32, 32, 8, 128).token_bytes
-    planned = settings.dram_bytes + settings.write_buffer_bytes
+    planned = settings.dram_bytes + settings.write_buffer_bytes + MOST_LESSONS
     for n in (1, n_most):
         n_bytes = planned + 2 * (MOST_WAITING + n * rows)
         assert f" {n_bytes / 2**30:.1f} GiB" in PLANNED

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ from datetime import datetime
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial, wraps
+from threading import Condition
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -573,6 +576,31 @@ def objects(*held):
     return made
 
 
+def recurrent(page):
+    made = torch.nn.LSTM(2, 2)
+    for parameter in made.parameters():
+        torch.nn.init.constant_(parameter, page)
+    return made
+
+
+def in_a_file(page):
+    with tempfile.NamedTemporaryFile() as file:
+        np.save(file, weights(page))
+        file.flush()
+        return np.load(file.name, mmap_mode="r")
+
+
+def compiled(rows):
+    made = torch.tensor(rows)
+    torch._dynamo.mark_dynamic(made, 0)
+    return made
+
+
+def kept_alive(value, alive=[]):  # noqa: B006
+    alive.append(value)
+    return value
+
+
 class Said(Plain):
     """With one that shows nothing of what it holds, as a fitted estimator's."""
 
@@ -618,13 +646,17 @@ class Said(Plain):
         lambda page: Top(beside(weights(1).view(Array), page)), lambda page: Top(Marks(page)),
         lambda page: Top(beside(torch.nn.Parameter(torch.ones(1)), page)),
         lambda page: Top(with_marked_parameter(page)),
+        lambda page: Top(recurrent(page)), lambda page: Top(in_a_file(page)),
+        lambda page: Top(in_a_file(page)[8:]), lambda page: Top(compiled(weights(page))),
+        lambda page: Top(ref(kept_alive(Plain(page)))), lambda page: Top([page, Condition()]),
     ],
 )  # fmt: skip
 def test_a_policy_that_is_no_dataclass_is_named_by_its_settings_too(make):
     """Trust that one policy had earned passed to any other of its class, whatever its settings;
     later, to one that differed only in an array, whose repr leaves out rows and digits, and to one
     that held another object which does not show its state. Then to one that held another class, or
-    another attribute of a module, an array or a function."""
+    another attribute of a module, an array or a function. And an LSTM, an array in a file and a
+    marked tensor were unlike themselves: their trust went with each restart."""
     assert name_of(make(1)) == name_of(make(1)) != name_of(make(2))
     ledgers, config = Ledgers(), impress.Config()
     keys = {ledgers.open(NAMESPACE, make(one), config) for one in (1, 2)}

@@ -65,7 +65,7 @@ def test_a_handlers_call_in_the_middle_of_another_is_refused(
 
         return call
 
-    said = f"{what}: called by a signal handler or a finalizer"
+    said = f"{what}: called in the middle of another call of this store, on its thread"
     with monkeypatch.context() as patched, pytest.raises(impress.ImpressError, match=said):
         if where == "queue":
             patched.setattr(threading.Condition, "notify", struck(threading.Condition.notify))
@@ -99,7 +99,7 @@ def test_a_handlers_close_is_refused_in_whatever_call(
     writer = store.writer(TOKENS)
     with (
         monkeypatch.context() as patched,
-        pytest.raises(impress.ImpressError, match=r"^close: called by"),
+        pytest.raises(impress.ImpressError, match=r"^close: called in"),
     ):
         patched.setattr(threading.Condition, "notify_all", notify_all)
         if begun == "a put":

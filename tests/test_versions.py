@@ -29,3 +29,9 @@ def test_what_is_too_old_is_said_to_be_that(tmp_path, monkeypatch, package, ther
         attach(tiny("llama"), tmp_path)
     with pytest.raises(Unsupported, match=f"needs {package}"):
         check_installed()
+
+
+def test_no_name_that_an_old_transformers_lacks_is_imported_before_that_is_said():
+    """4.57 has no PreTrainedConfig: importing the engine was a traceback about that."""
+    files = [*(ROOT / "impress").rglob("*.py")]
+    assert files and not [path for path in files if "PreTrainedConfig" in path.read_text()]

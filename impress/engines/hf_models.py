@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from impress.engines.hf_lengths import check_lengths
 from impress.engines.hf_modules import (
@@ -112,7 +112,7 @@ def check_types(model: Any, config: Any) -> None:
     torch or Transformers are too old."""
     check_versions()
     is_one = isinstance(model, torch.nn.Module) and all(hasattr(model, name) for name in _OF_MODELS)
-    if not is_one or not isinstance(getattr(model, "config", None), PreTrainedConfig):
+    if not is_one or not isinstance(getattr(model, "config", None), PretrainedConfig):
         raise BadInput(
             "model: want a Transformers model (AutoModelForCausalLM.from_pretrained(name)), "
             f"got {type(model).__name__}"

@@ -24,6 +24,7 @@ from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final
 from uuid import UUID
+from weakref import ReferenceType
 
 import numpy as np
 import xxhash
@@ -32,7 +33,10 @@ from impress.values import VERSIONED, held_by, kept_in, made_from, marked, uncom
 
 _PLAIN_REPR: Final[Any] = object.__repr__  # gives an object's address
 #: Their repr gives their address, and there is no more to tell.
-_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
+_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
+#: What a torch.nn.RNNBase keeps of its parameters beside them, and numpy.memmap of its file.
+_AGAIN: Final = {"_flat_weights", "_flat_weight_refs"}
+_OF_FILE: Final = {"_mmap", "filename", "offset", "mode"}
 #: Their repr tells all there is. Not their subclasses', which may hold more, or say less.
 _SPEAK: Final = {
     type(None), type(...), bool, int, float, complex, str, bytes, range, date, datetime, time,
@@ -144,6 +148,8 @@ def told(value: Any) -> str:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, _LOCKS):
         return type(value).__qualname__
+    if isinstance(value, ReferenceType):
+        return f"reference to {told(value())}"
     if isinstance(value, MethodType):
         return f"{told(value.__func__)} of {told(value.__self__)}"
     if isinstance(value, staticmethod | classmethod):
@@ -182,9 +188,17 @@ def told(value: Any) -> str:
 
 
 def _with_kept(said: str, value: Any) -> str:
-    """As said, and what the value keeps beside that."""
-    kept = dict(_kept(value))
+    """As said, and what the value keeps beside that. An array in a file has been told by its rows,
+    wherever that lies."""
+    kept = _unmarked(dict(_kept(value)))
+    if isinstance(value, np.memmap):
+        kept = {name: each for name, each in kept.items() if name not in _OF_FILE}
     return f"{said} {told(kept)}" if kept else said
+
+
+def _unmarked(own: dict[str, Any]) -> dict[str, Any]:
+    """Without what torch.compile marks a tensor with."""
+    return {name: each for name, each in own.items() if not name.startswith("_dynamo_")}
 
 
 def _array(value: Any) -> str:
@@ -259,11 +273,15 @@ def _beside(module: Any) -> dict[str, Any]:
     for where, one in getattr(module, "named_modules", lambda: itself)():
         _meet(type(one))
         buffers = getattr(one, "_buffers", {})
-        plain = {name: each for name, each in _kept(one)
-                 if name not in torchs and not name.startswith("_torchdynamo_")}  # fmt: skip
+        again = _AGAIN if isinstance(one, torch.nn.RNNBase) else set[str]()
+        plain = {
+            name: each
+            for name, each in _kept(one)
+            if name not in torchs | again and not name.startswith("_torchdynamo_")
+        }
         found |= {f"{where}.{name}": each for name, each in {**plain, **buffers}.items()}
         for name, tensor in {**getattr(one, "_parameters", {}), **buffers}.items():
-            if own := vars(tensor) if tensor is not None else {}:
+            if own := _unmarked(vars(tensor)) if tensor is not None else {}:
                 found[f"{where}.{name} has"] = own
     return found
 
