@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import said_by_a_child
 from hypothesis import given
 from hypothesis import strategies as st
 from tier_contract import MIB, CacheContract, fetch, noise
@@ -159,6 +160,37 @@ def test_a_late_read_of_a_deleted_segment_reads_nothing_else(
     files.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(late)
+
+
+def test_a_fork_of_a_fork_keeps_what_has_a_segments_descriptor_by_then(tmp_path: Path) -> None:
+    """A daemon closed what it had inherited, opened a pipe, and forked: in its child the pipe was
+    the null device, as it had the number of a segment."""
+    files = segments.SegmentFiles(tmp_path, 0, read_only=False)
+    for number in range(2):
+        files.make(number, PAGE)
+    numbers = [files.fd(0), files.fd(1)]
+    files.delete(1)
+
+    def inodes() -> list[int]:
+        return [os.fstat(fd).st_ino for fd in numbers]
+
+    def daemon() -> None:
+        assert inodes() == [Path(os.devnull).stat().st_ino] * 2
+        for fd in numbers:
+            os.close(fd)
+        pipe, _ = os.pipe()
+        for fd in numbers:
+            os.dup2(pipe, fd)
+        mine = [os.fstat(pipe).st_ino] * 2
+        assert mine == inodes()
+
+        def child() -> None:
+            assert mine == inodes()
+
+        assert said_by_a_child(child) == "returned"
+
+    assert said_by_a_child(daemon) == "returned"
+    files.close()
 
 
 def test_more_segments_than_a_process_may_open_are_read(tmp_path: Path) -> None:

@@ -174,10 +174,12 @@ class SegmentFiles:
 
     def leave(self) -> None:
         """In a fork's child, which reads none of them: it would keep the blocks of what its parent
-        deletes. Without the lock, which may be taken."""
-        for fd in [*(file.fd for file in self._files.values()), *(fd for _, fd in self._deleted)]:
-            with suppress(OSError):  # closed meanwhile, or not even one more descriptor
-                _vacate(fd)
+        deletes. Without the lock, which may be taken. Forgotten first: right at the fork a number
+        is still this file's, but by the time that the child forks, too, it may be another's."""
+        while self._files:
+            _leave(self._files.popitem()[1].fd)
+        while self._deleted:
+            _leave(self._deleted.pop()[1])
 
 
 _all: WeakSet[SegmentFiles] = WeakSet()
@@ -219,6 +221,11 @@ def _vacate(fd: int) -> None:
         os.dup2(nothing, fd, inheritable=False)
     finally:
         os.close(nothing)
+
+
+def _leave(fd: int) -> None:
+    with suppress(OSError):  # closed meanwhile, or not even one more descriptor
+        _vacate(fd)
 
 
 def _is_gone(file: SegmentFile, *, by_name: bool) -> bool:
