@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_serves, flip_a_bit, prompt, put_prompt
-from console import run_json
+from console import assert_refused, run, run_json
 
 import impress
 from impress.upkeep.rebuild import rebuild_store
@@ -112,12 +113,13 @@ def test_a_shard_that_cannot_be_read_is_named_and_the_others_are_rebuilt(
         assert_serves(store, prompt(256, n), 256)
 
 
-@pytest.mark.parametrize("how", ["link", "loop", "file"])
+@pytest.mark.parametrize("how", ["link", "loop", "file", "empty"])
 def test_a_shard_whose_segments_are_not_mounted_is_named_and_the_others_are_rebuilt(
     open_store: Open, geometry: impress.Geometry, how: str
 ) -> None:
     """It was passed over without a word, with status 0. A process that leased through it took its
-    rows for gone, and its own spans behind them out of the tree for good."""
+    rows for gone, and its own spans behind them out of the tree for good. So it did where the place
+    of the mount was an empty folder, and a purge began by erasing another shard."""
     main, other = (open_store(geometry, shard=n, follow_every_s=0) for n in (0, 1))
     assert put_prompt(other, prompt(256)[:128]).wait(60)
     main.follow()
@@ -128,20 +130,29 @@ def test_a_shard_whose_segments_are_not_mounted_is_named_and_the_others_are_rebu
     aside = segments.rename(path / "aside")
     if how == "file":
         segments.touch()
+    elif how == "empty":
+        segments.mkdir()
     else:
         segments.symlink_to(segments if how == "loop" else path / "gone")
     done, said = run_json("rebuild", "--store", path)
     assert (done.returncode, said["spans"], said["failed_shards"]) == (1, 1, ["1"])
-    why = "is a file where a folder is to be"
-    if how != "file":
-        why = "is a link that leads to no folder: is its disk mounted?"
-    assert f"shard 1 failed: {segments} {why}" in said["notes"]
+    why = f"{segments} is a link that leads to no folder: is its disk mounted?"
+    if how == "file":
+        why = f"{segments} is a file where a folder is to be"
+    elif how == "empty":
+        why = (
+            f"{segments} is empty, but the index beside it names 1 spans: mount its disk, or if "
+            f"its files are lost, delete {segments.parent}"
+        )
+    assert f"shard 1 failed: {why}" in said["notes"]
+    assert_refused(run("purge", "--store", path, "--namespace", "test"), "nothing is purged", why)
     with open_store(geometry, shard=0, follow_every_s=0) as store:
-        assert store.left_out() == {"1": f"{segments} {why}"}
+        assert store.left_out() == {"1": why}
         assert_serves(store, prompt(256), 0)
-    with pytest.raises(impress.StoreFailed, match=f"{segments} {why}".replace("?", "[?]")):
+    error = impress.FormatError if how == "empty" else impress.StoreFailed
+    with pytest.raises(error, match="is its disk mounted" if how == "empty" else re.escape(why)):
         open_store(geometry, shard=1)
-    segments.unlink()
+    segments.rmdir() if how == "empty" else segments.unlink()
     aside.rename(segments)
     with open_store(geometry, shard=0, follow_every_s=0) as store:
         assert_serves(store, prompt(256), 256)

@@ -36,6 +36,7 @@ from impress.write.directory import (
     shards_of,
     writing,
 )
+from impress.write.folders import said_of_no_segments
 from impress.write.index import Index
 from impress.write.strays import said_of_strays
 from tiers.base import PAGE, Extent
@@ -128,11 +129,8 @@ def _rebuild(
     """One shard, locked; adds what it holds to `found`. Raises MediumError, StoreFailed."""
     headers = list(scan(shard.segments, found, say))
     notes, wear, n_spans, last = asked(shard, found)
-    if n_spans and not segment_paths(shard.segments):  # else all that it held would be free space
-        raise StoreFailed(
-            f"{shard.segments} is empty, but the index beside it names {n_spans} spans: mount its "
-            f"disk, or if its files are lost, delete {shard.path}"
-        )
+    if said := said_of_no_segments(shard.segments, n_spans):  # else all it held were free space
+        raise StoreFailed(said)
     ours = _ours(headers, identity, shard, found)
     sound = _resolved(_spared(ours, notes, found), shard, found, say)
     found.spans += len(sound)

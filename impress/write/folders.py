@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from impress.errors import StoreFailed
-from tiers.files import said_of_no_folder
+from tiers.files import said_of_no_folder, segment_paths
 
 
 def names_in(folder: Path) -> list[str]:
@@ -47,3 +47,15 @@ def unmounted(shard: Path, segments: Path) -> str:
             f"{shard} is empty: is its disk mounted? If nothing of it is missed, delete the folder"
         )
     return ""
+
+
+def said_of_no_segments(segments: Path, n_spans: int) -> str:
+    """What is wrong where a shard has no segments, while its index names so many spans; empty:
+    nothing. The index is to be asked first: its writer may take out its last span at any time, and
+    then its last segment. Raises OSError."""
+    if not n_spans or segment_paths(segments):
+        return ""
+    return (
+        f"{segments} is empty, but the index beside it names {n_spans} spans: mount its disk, or "
+        f"if its files are lost, delete {segments.parent}"
+    )

@@ -272,7 +272,7 @@ class Index:
         """
         if self._log:
             return self._log[-1][0]
-        return 1 if self._n_spans() else 0
+        return 1 if self.n_spans() else 0
 
     def replaced(self) -> bool:
         """Whether another index has taken this one's place."""
@@ -314,7 +314,8 @@ class Index:
         """A span's index value; None: it is not there."""
         return self._get("spans", _id(span))
 
-    def _n_spans(self) -> int:
+    def n_spans(self) -> int:
+        """How many there are."""
         with self._read() as txn:
             return int(txn.stat(self._dbs["spans"])["entries"])
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
 
+from impress.errors import StoreFailed
 from impress.write.directory import Shard
+from impress.write.folders import said_of_no_segments
 from impress.write.index import Index
 from impress.write.readers import Presence
 from tiers.files import segment_paths
@@ -22,6 +24,10 @@ TRIES: Final = 3
 RETRY_S: Final = 30.0
 
 Stamp = tuple[int, ...]
+
+
+class NoSegments(StoreFailed):
+    """None of what a shard's index names is there: the disk of its segments is not mounted."""
 
 
 class Neighbour:
@@ -39,7 +45,7 @@ class Neighbour:
         except OSError as err:
             self._unsaid = err.strerror or str(err)
         try:
-            self.index = Index(shard.index, create=False)
+            self.index = self._opened()
             if self._unsaid:
                 log.warning(
                     "%s: shard %s is read, but its writer cannot be told so (%s): a lease here is "
@@ -56,6 +62,21 @@ class Neighbour:
         self.whole = False  # it is to be read whole: the log says nothing of what is missing
         self.late = set[int]()  # ids of earlier spans that are not out of the catalog yet
 
+    def _opened(self) -> Index:
+        """Raises ImpressError; NoSegments: all that hangs from its spans seemed to hang in the air,
+        once a read of one had failed."""
+        index = Index(self.shard.index, create=False)
+        try:
+            if said := said_of_no_segments(self.shard.segments, index.n_spans()):
+                raise NoSegments(said)
+        except OSError as err:
+            index.close()
+            raise StoreFailed(f"{self.shard.segments}: {err.strerror}") from None
+        except BaseException:
+            index.close()
+            raise
+        return index
+
     def read(self) -> tuple[int, dict[int, bytes]]:
         """Everything it holds now, and the generation of that: to be noted once it has been taken
         over."""
@@ -70,7 +91,7 @@ class Neighbour:
 
     def reopen(self) -> None:
         """The index was made anew. Raises ImpressError; then the old one is still the index."""
-        fresh, old = Index(self.shard.index, create=False), self.index
+        fresh, old = self._opened(), self.index
         self.whole = True
         self.index, self.version = fresh, -1
         self._replaced.append((monotonic(), old))
@@ -118,6 +139,7 @@ class _Failed(NamedTuple):
     at_s: float
     said: bool
     why: str
+    holds: bool  # something, whatever its folder looks like
 
 
 class Unread:
@@ -140,13 +162,15 @@ class Unread:
         last = self._failed.get(shard.number)
         times = last.times + 1 if last is not None and last.stamp == stamp else 1
         again = last is not None
-        self._failed[shard.number] = _Failed(shard, stamp, times, monotonic(), again, str(err))
+        self._failed[shard.number] = _Failed(
+            shard, stamp, times, monotonic(), again, str(err), isinstance(err, NoSegments)
+        )
         if last is not None and not last.said:
             log.warning("%s: shard %s is left out: %s", self._path, shard.name, err)
 
     def left_out(self) -> dict[str, str]:
         """Name of each that holds something, and why not read. One being made holds nothing."""
-        failed = [last for last in [*self._failed.values()] if _holds_any(last.shard)]
+        failed = [f for f in [*self._failed.values()] if f.holds or _holds_any(f.shard)]
         return {last.shard.name: last.why for last in failed}
 
     def has(self, shard: Shard) -> bool:
