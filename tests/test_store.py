@@ -37,7 +37,7 @@ import impress
 import tiers.slots
 from impress.policy import AllHeads, Exact, StaticH2O
 from impress.stats import _guards
-from impress.write import directory, env
+from impress.write import directory, env, folders
 from impress.write.draft import Draft
 from tiers import files
 from tiers.engines import ENGINES, why_not
@@ -230,11 +230,11 @@ def test_what_a_new_store_lies_in_is_durable(
     """A power cut may take the name of a folder that nobody synced, and all that is in it: nothing
     that was READY was found, and an empty store began."""
     synced: set[Path] = set()
-    for module in (files, env, directory):
+    for module in (files, env, directory, folders):
         monkeypatch.setattr(module, "sync_path", synced.add)
     path = open_store(geometry).path
-    folders = (path.parent, path, path / "shards", path / "shards/main", path / "shards/main/index")
-    assert {*folders} <= synced
+    index = path / "shards/main/index"
+    assert {path.parent, path, path / "shards", path / "shards/main", index} <= synced
 
 
 def test_namespaces_tenants_and_extras_never_meet(

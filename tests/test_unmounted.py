@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,3 +139,49 @@ def test_a_shard_that_may_not_be_listed_is_not_taken_for_one_that_is_not_mounted
     monkeypatch.setattr(Path, "iterdir", iterdir)
     assert not Shard(path, 1).unmounted()
     assert [shard.name for shard in shards_of(path)] == ["main", "1"]
+
+
+def test_a_shard_that_is_being_made_is_not_taken_for_one_that_is_not_mounted(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that looked while another began its shard, which a sync or a start that was cut off
+    makes long, said that its disk was not mounted and its folder could be deleted."""
+    store, real, found = open_store(geometry, **APART), os.fsync, list[dict[str, str]]()
+
+    def looks(fd: int) -> None:
+        monkeypatch.setattr(os, "fsync", real)
+        store.follow()
+        found.append(store.left_out())
+        monkeypatch.setattr(os, "fsync", looks)
+        real(fd)
+
+    def ends(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", ends)
+    with pytest.raises(KeyboardInterrupt):
+        open_store(geometry, **APART)
+    assert [folder.name for folder in (store.path / "shards").iterdir()] == ["main"]
+    monkeypatch.setattr(os, "fsync", looks)
+    with open_store(geometry, **APART) as other:
+        monkeypatch.setattr(os, "fsync", real)
+        assert Shard(store.path, 1).holder() == str(os.getpid())
+        assert found and not any(found)
+        ready(other, prompt(128))
+    store.follow()
+    assert_serves(store, prompt(128), 128)
+
+
+def test_a_disk_that_is_mounted_and_empty_is_where_a_shard_may_begin(
+    open_store: Open, geometry: impress.Geometry, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each replica has a disk of its own, those not started yet were said to lack theirs, and
+    purge refused."""
+    ahead, real = path / "shards/2", os.path.ismount
+    ahead.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda at: at == str(ahead) or real(at))
+    with open_store(geometry, shard=0, **APART) as store:
+        assert not store.left_out()
+    assert not Shard(path, 2).unmounted()
+    with open_store(geometry, shard=2, **APART) as store:
+        assert_serves(store, prompt(256), 256)

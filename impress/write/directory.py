@@ -25,7 +25,7 @@ from typing import Any, Final
 from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, StoreMismatch
 from impress.spans.format import VERSION
 from impress.types import WINDOWS, Geometry
-from impress.write.folders import is_dir, names_in, unmounted
+from impress.write.folders import begun, is_dir, names_in, unmounted
 from tiers.files import (
     Locked,
     lock_file,
@@ -246,8 +246,10 @@ class Shard:
     def lock(self) -> None:
         """Become the writer. Raises StoreLocked at once when somebody else is, StoreFailed."""
         try:
-            make_folder(self.path)
-            self._fd = lock_file(self.path / "lock")
+            self._fd = begun(self.path, "lock")
+            if self._fd is None:  # it is there already
+                make_folder(self.path)
+                self._fd = lock_file(self.path / "lock")
             if self._fd is None:
                 raise StoreLocked(
                     f"{self.path.parent.parent}: shard {self.name} is open for writing by process "

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import shutil
 from pathlib import Path
 
 from impress.errors import StoreFailed
-from tiers.files import said_of_no_folder, segment_paths
+from tiers.files import (
+    Locked,
+    give_to_owner,
+    lock_file,
+    make_folder,
+    said_of_no_folder,
+    segment_paths,
+    sync_path,
+    unlock_file,
+)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -31,22 +43,56 @@ def is_dir(path: Path) -> bool:
 
 def unmounted(shard: Path, segments: Path) -> str:
     """What is wrong where a shard's folder, or that of its segments, only has its name there: its
-    disk is not mounted, or it is lost. Empty: nothing, or it was deleted with its name.
-
-    Whoever began a shard left a lock in it at least, so an empty one is the place of a mount.
-    """
+    disk is not mounted, or it is lost. Empty: nothing, or it was deleted with its name."""
     for folder in (shard, segments):
         if said := said_of_no_folder(folder):
             return f"{folder.parent}/{said}"
+    return said_of_empty(shard)
+
+
+def said_of_empty(shard: Path) -> str:
+    """What is wrong where a shard's folder is empty and nothing is mounted there: as every shard
+    begins with a lock in it, that is the place of a mount. Empty: it is not, or it may not be
+    listed, which is said where it is opened."""
     try:
         is_empty = not any(True for _ in shard.iterdir())
-    except OSError:  # it is not there, or may not be listed: that is said where it is opened
-        is_empty = False
-    if is_empty:
-        return (
-            f"{shard} is empty: is its disk mounted? If nothing of it is missed, delete the folder"
-        )
-    return ""
+        if not is_empty or os.path.ismount(os.path.realpath(shard)):
+            return ""
+    except OSError:
+        return ""
+    return (
+        f"{shard} is empty: is its disk mounted? If nothing of it is missed, delete the folder, or "
+        "make an empty file named lock in it"
+    )
+
+
+def begun(folder: Path, lock: str) -> Locked | None:
+    """Make a folder for its owner alone, with a file of that name in it that is locked, as by
+    `lock_file`; None where something has the folder's name already.
+
+    Whole or not at all, whoever looks meanwhile and however it ends. Raises OSError.
+    """
+    if os.path.lexists(folder):
+        return None
+    make_folder(folder.parent)
+    draft = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    fd: Locked | None = None
+    try:
+        draft.mkdir(mode=0o700)
+        give_to_owner(draft)
+        fd = lock_file(draft / lock)
+        sync_path(draft)  # before it has its name: with that alone it would be an empty one
+        draft.rename(folder)
+        sync_path(folder.parent)
+        return fd
+    except BaseException as err:
+        if fd is not None:
+            unlock_file(fd)
+        if isinstance(err, OSError) and draft.exists() and os.path.lexists(folder):
+            return None  # another was first
+        raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def said_of_no_segments(segments: Path, n_spans: int) -> str:
