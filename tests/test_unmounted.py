@@ -63,6 +63,23 @@ def test_what_hangs_from_a_shard_whose_disk_is_not_mounted_is_kept(
         store.check()
 
 
+@pytest.mark.parametrize("how", ["link", "empty"])
+def test_a_server_begins_no_shard_in_the_place_of_one_whose_disk_is_not_mounted(
+    open_store: Open, geometry: impress.Geometry, path: Path, how: str
+) -> None:
+    """It did in an empty folder: with that, nothing was unread, and the next server on main deleted
+    what hung from the shard that lay on the disk. Where it was a link, it did not start at all."""
+    shard = path / "shards/1"
+    away = unmount(shard, how)
+    with open_store(geometry, **APART), open_store(geometry, **APART):
+        assert [s.name for s in shards_of(path)] == ["main", "1", "2"]
+        with pytest.raises(impress.StoreFailed, match=r"is its disk mounted\?"):
+            open_store(geometry, shard=1, **APART)
+    mount(shard, away)  # nothing lies there
+    with open_store(geometry, shard=0, **APART) as store:
+        assert_serves(store, prompt(256), 256)
+
+
 def test_a_disk_that_is_mounted_while_a_server_runs_is_read_from_then_on(
     open_store: Open, geometry: impress.Geometry, path: Path
 ) -> None:

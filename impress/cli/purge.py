@@ -107,11 +107,11 @@ def _erased(
     if said := said_of_strays(where):  # all or nothing
         raise StoreFailed(f"{where}: nothing is purged: {said[0]}")
     for shard in shards:
-        if why := shard.unmounted():
-            raise StoreFailed(f"{where}: nothing is purged: {why}")
-    for shard in shards:
-        with writing(shard):
-            shard.lock()
+        try:
+            with writing(shard):
+                shard.lock()
+        except StoreFailed as err:
+            raise StoreFailed(f"{where}: nothing is purged: {err}") from None
         shard.unlock()
         if n := shard.n_misnamed():
             raise StoreFailed(

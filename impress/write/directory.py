@@ -25,11 +25,9 @@ from typing import Any, Final
 from impress.errors import BadInput, FormatError, StoreFailed, StoreLocked, StoreMismatch
 from impress.spans.format import VERSION
 from impress.types import WINDOWS, Geometry
-from impress.write.folders import begun, is_dir, names_in, unmounted
+from impress.write.folders import is_dir, locked_in, names_in, said_of_empty, unmounted
 from tiers.files import (
     Locked,
-    lock_file,
-    make_folder,
     said_of_no_folder,
     segment_paths,
     sync_path,
@@ -244,12 +242,12 @@ class Shard:
         self._fd: Locked | None = None
 
     def lock(self) -> None:
-        """Become the writer. Raises StoreLocked at once when somebody else is, StoreFailed."""
+        """Become the writer. Raises StoreLocked at once when somebody else is; StoreFailed, also
+        where its disk is not mounted: what is begun in its place gives out the same ids."""
+        if said := said_of_empty(self.path):
+            raise StoreFailed(said)
         try:
-            self._fd = begun(self.path, "lock")
-            if self._fd is None:  # it is there already
-                make_folder(self.path)
-                self._fd = lock_file(self.path / "lock")
+            self._fd = locked_in(self.path, "lock")
             if self._fd is None:
                 raise StoreLocked(
                     f"{self.path.parent.parent}: shard {self.name} is open for writing by process "
@@ -380,13 +378,16 @@ def is_number(name: str) -> bool:
 
 
 def locked_shard(path: Path, number: int | None) -> Shard:
-    """The shard of that number, locked; None: the first that nobody has. Raises StoreLocked."""
+    """The shard of that number, locked; None: the first that nobody has, and whose disk is mounted.
+    Raises StoreLocked, StoreFailed."""
     if number is not None:
         shard = Shard(path, number)
         shard.lock()
         return shard
     for n in range(MOST_SHARDS):
         shard = Shard(path, n)
+        if shard.unmounted():  # it is left out, and named, as others' that cannot be read
+            continue
         try:
             shard.lock()
         except StoreLocked:

@@ -66,14 +66,18 @@ def said_of_empty(shard: Path) -> str:
     )
 
 
-def begun(folder: Path, lock: str) -> Locked | None:
-    """Make a folder for its owner alone, with a file of that name in it that is locked, as by
-    `lock_file`; None where something has the folder's name already.
+def locked_in(folder: Path, lock: str) -> Locked | None:
+    """Lock a file of that name in a folder, as `lock_file` does. Where there is none, the folder is
+    made for its owner alone, with that file in it, locked, or not at all: whoever looks meanwhile,
+    and however it ends, nobody sees an empty one. Raises OSError."""
+    if not os.path.lexists(folder) and (fd := _begun(folder, lock)) is not None:
+        return fd
+    make_folder(folder)
+    return lock_file(folder / lock)
 
-    Whole or not at all, whoever looks meanwhile and however it ends. Raises OSError.
-    """
-    if os.path.lexists(folder):
-        return None
+
+def _begun(folder: Path, lock: str) -> Locked | None:
+    """None where another was first."""
     make_folder(folder.parent)
     draft = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}")
     fd: Locked | None = None
@@ -89,7 +93,7 @@ def begun(folder: Path, lock: str) -> Locked | None:
         if fd is not None:
             unlock_file(fd)
         if isinstance(err, OSError) and draft.exists() and os.path.lexists(folder):
-            return None  # another was first
+            return None
         raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
