@@ -85,28 +85,29 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     yield from _mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=6m", "tmpfs")
 
 
+def _formatted(
+    folder: Path, kind: str, n_bytes: int, package: str, *options: str
+) -> Iterator[Path]:
+    """A file system of that kind in a file; the test is skipped where it cannot be made."""
+    if not shutil.which(f"mkfs.{kind}"):
+        pytest.skip(f"there is no mkfs.{kind}: install {package}")
+    image = folder / "image"
+    with image.open("wb") as file:
+        file.truncate(n_bytes)
+    subprocess.run([f"mkfs.{kind}", "-q", *options, image], check=True)
+    yield from _mounted(folder / kind, "-o", "loop", str(image))
+
+
 @pytest.fixture
 def xfs(tmp_path: Path) -> Iterator[Path]:
     """A file system of 320 MiB where a copy may share blocks."""
-    if not shutil.which("mkfs.xfs"):
-        pytest.skip("there is no mkfs.xfs: install xfsprogs")
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(320 << 20)
-    subprocess.run(["mkfs.xfs", "-q", image], check=True)
-    yield from _mounted(tmp_path / "xfs", "-o", "loop", str(image))
+    yield from _formatted(tmp_path, "xfs", 320 << 20, "xfsprogs")
 
 
 @pytest.fixture
 def ext4(tmp_path: Path) -> Iterator[Path]:
     """A file system of 32 MiB where a file that found no room keeps the blocks it was given."""
-    if not shutil.which("mkfs.ext4"):
-        pytest.skip("there is no mkfs.ext4: install e2fsprogs")
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(32 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
-    yield from _mounted(tmp_path / "ext4", "-o", "loop", str(image))
+    yield from _formatted(tmp_path, "ext4", 32 << 20, "e2fsprogs", "-m", "0")
 
 
 @pytest.fixture

@@ -40,13 +40,13 @@ class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
         self.turn_ms = 0.0  # of those, without the wait for the turn
         self._called = called
         self._made = perf_counter()
-        self.given = Given()
+        self.given = Given(list)  # until a run begins
         self._run: tuple[torch.Tensor, RequestCache] | None = None
 
     def begin(self, model: Any, prompt: Prompt, cache: RequestCache) -> dict[str, Any]:
         """A run of generate() over this cache begins: its options, with these two among them."""
         self._run = prompt.input_ids, cache
-        self.given.begin(switches(model, prompt.found))
+        self.given = Given(switches(model, prompt.found))
         options = dict(prompt.options)
         processors = [self, *(options.pop("logits_processor", None) or [])]
         criteria = [*(options.pop("stopping_criteria", None) or []), self.given]
@@ -83,14 +83,10 @@ class Given(StoppingCriteria):  # type: ignore[misc]  # the base is untyped
     as it was. Called last: processors, criteria and others that use `input_ids` may have rewritten
     it by then, and may do so later."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], list[Any]]) -> None:
+        """`now` asks how the model is set (`switches`)."""
         self.changed = ""  # that the model was set otherwise in between; "" where it was not
         self._tokens: list[torch.Tensor] = []  # after each pass, those of the next
-        self._now: Callable[[], list[Any]] = list
-        self._before: list[Any] = []
-
-    def begin(self, now: Callable[[], list[Any]]) -> None:
-        """`now` asks how the model is set (`switches`)."""
         self._now, self._before = now, now()
 
     def look(self) -> None:
