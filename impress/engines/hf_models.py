@@ -302,10 +302,9 @@ def _check_ids(input_ids: Any, vocab_size: int) -> tuple[torch.Tensor, npt.NDArr
     # A copy: what the caller writes there later is not in the prompt that rows are stored under.
     # And few torch calls: each lets go of the interpreter, which storing may be waiting for.
     ids = input_ids.to(torch.int64, copy=True)
-    tokens = ids.cpu().numpy()
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
+    tokens = (ids if ids.device.type == "cpu" else ids.cpu()).numpy()
+    if int(tokens.view(np.uint64).max()) >= vocab_size:  # a negative one is beyond every vocabulary
+        wrong = min(int(tokens.min()), 0) or int(tokens.max())
         raise BadInput(f"token id {wrong} is outside the vocabulary 0..{vocab_size - 1}")
     return ids, tokens.astype(np.int32)
 
