@@ -25,7 +25,7 @@ from impress.foreign import adapter_settings, foreign_settings
 #: Elements of a tensor to notice a change by. Odd, so that a matrix's lie in many columns.
 SAMPLES: Final = 31
 
-#: Elements that numpy reads without letting go of the interpreter; above, it does.
+#: Elements that numpy reads without letting go of the interpreter (above them it does).
 _HELD: Final = 500
 
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}  # their memory is their values
