@@ -64,7 +64,7 @@ def _real(folder: Path, rounds: int) -> list[Row]:
         engines = {}
         for cap in CAPS:
             config = impress.Config(
-                probes=("heads3-v1", "int4-v1"), dram_bytes=0, mode="sparse", durable=False,
+                probes=("heads3-v1", "int4-v2"), dram_bytes=0, mode="sparse", durable=False,
                 segment_bytes=64 << 20, prefetch_bytes=cap, repack_every_s=0,
             )  # fmt: skip
             engines[cap] = hf.attach(model, folder / str(cap), config=config)

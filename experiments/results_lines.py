@@ -121,7 +121,7 @@ LINES: Final = (
          (Ours("threshold", "agreeing.points_lost", "{:.1f}", "agreeing "),
           Ours("threshold", "specialised.points_lost", "{:.1f}", "specialised "),
           Ours("threshold", "specialised.n", "of {:.0f} questions each")), "measured",
-         "diffuse left out: there 25 % without the gate loses the models 42 and 41 (docs/SELECTION.md); "
+         "diffuse left out: there 25 % without the gate loses 42 and 41 (docs/SELECTION.md); "
          "the specialised model's answer hangs on a head the gate does not see"),
     Line("Fig 15", "accuracy lost by the paper's selector at 25 %, RTE shape", "0.2 % mean",
          (Ours("accuracy", "specialised.rte.25.paper.n", "of {:.0f} questions each"),

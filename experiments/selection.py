@@ -53,7 +53,7 @@ POLICIES: Final[dict[str, Policy]] = {
     "recency25": Recency(0.25),
 }
 CONFIG: Final = impress.Config(
-    probes=("heads3-v1", "int4-v1"), dram_bytes=0, mode="sparse", durable=False, io_threads=2,
+    probes=("heads3-v1", "int4-v2"), dram_bytes=0, mode="sparse", durable=False, io_threads=2,
     segment_bytes=64 << 20, disk_bytes=256 << 20, repack_every_s=0.0,
 )  # fmt: skip
 #: Where the checkpoints are.

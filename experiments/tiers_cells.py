@@ -16,7 +16,7 @@ from experiments.common import Unable, console
 
 TIERS: Final = ("hbm", "dram", "ssd")
 SHOWN: Final = {"hbm": "hbm (emulated)", "dram": "dram", "ssd": "ssd"}
-PROBES: Final = ("heads3-v1", "int4-v1")
+PROBES: Final = ("heads3-v1", "int4-v2")
 WARM_S: Final = 60.0
 
 Cells = dict[str, Callable[[], Any]]

@@ -96,7 +96,7 @@ class Server:
             "config": {
                 "dram_bytes": 256 * MIB,
                 "segment_bytes": 64 * MIB,
-                "probes": ["heads3-v1", "int4-v1"],
+                "probes": ["heads3-v1", "int4-v2"],
                 "metrics_port": self.metrics_port,
             },
         }

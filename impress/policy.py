@@ -83,7 +83,7 @@ class Quality:
     max_missing_mass: float = 0.05
     max_bytes: int | None = None
     per: Literal["mean", "head"] = "mean"
-    probe: str | None = "int4-v1"
+    probe: str | None = "int4-v2"
     name: str = _fixed("quality")
     needs_suffix_lse: bool = _fixed(True)
 

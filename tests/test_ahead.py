@@ -169,7 +169,7 @@ def test_rows_come_out_as_without_reading_ahead(
     open_store: Open, shape: str, policy: Policy
 ) -> None:
     """From home and from every tier; position order and packed; spans seen whole and in part."""
-    common = {"probes": ("heads3-v1", "int4-v1"), "read_gap_bytes": 4096, "durable": False}
+    common = {"probes": ("heads3-v1", "int4-v2"), "read_gap_bytes": 4096, "durable": False}
     store = open_store(DEEP[shape], **common, dram_bytes=0)
     keys, values = fill_deep(store)
     prompts, want = [prompt(N_TOKENS), prompt(N_TOKENS)[:320]], []

@@ -322,7 +322,7 @@ def test_a_query_of_no_rows_chooses_nothing_and_is_refused(
     open_store: Open, geometry: impress.Geometry, policy: Policy
 ) -> None:
     """It ended in an AssertionError, deep in the scoring code."""
-    store = open_store(geometry, probes=("heads3-v1", "int4-v1", "pages16-v1"))
+    store = open_store(geometry, probes=("heads3-v1", "int4-v2", "pages16-v1"))
     put_prompt(store, prompt(128)).wait(60)
     query, lse = torch.zeros(4, 3, 128), torch.zeros(4, 3)
     with store.lease(prompt(128)) as lease, lease.session(policy) as session:
@@ -485,16 +485,16 @@ def test_unknown_and_wrong_settings_name_the_nearest_known(tmp_path: Path) -> No
         ({"lease_timeout_s": float("nan")}, "lease_timeout_s"),
         ({"repack_every_s": 1e12}, "repack_every_s"),
         ({"follow_every_s": float("inf")}, "follow_every_s"),
-        ({"probes": "int4-v1"}, "probes: want a list of names, got 'int4-v1'"),
+        ({"probes": "int4-v2"}, "probes: want a list of names, got 'int4-v2'"),
         ({"guard_shadows": 1 << 32}, "guard_shadows: .* less than or equal to 1000000"),
     ):
         with pytest.raises(impress.ConfigError, match=said) as refused:
             impress.Config(**wrong)
         assert "\n" not in str(refused.value)
     file = tmp_path / "impress.toml"
-    file.write_text('dram_bytes = 1048576\nio_threads = 4\nprobes = ["int4-v1"]\n')
+    file.write_text('dram_bytes = 1048576\nio_threads = 4\nprobes = ["int4-v2"]\n')
     assert impress.Config.load(file) == impress.Config(
-        dram_bytes=MIB, io_threads=4, probes=("int4-v1",)
+        dram_bytes=MIB, io_threads=4, probes=("int4-v2",)
     )
     file.write_text("io_thread = 4\n")
     with pytest.raises(impress.ConfigError, match=r"impress\.toml.*'io_threads'"):

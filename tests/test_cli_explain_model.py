@@ -33,7 +33,7 @@ from impress.write.index import Index
 WORDS = [f"w{i}" for i in range(200)]
 TEXT = " ".join(WORDS[i * 7 % 200] for i in range(200))  # 3 windows and 8 tokens
 CONFIG = impress.Config(segment_bytes=1 << 20, dram_bytes=0, io_threads=2)
-PROBED = CONFIG.model_copy(update={"probes": ("int4-v1",)})
+PROBED = CONFIG.model_copy(update={"probes": ("int4-v2",)})
 
 
 def saved_model(folder, n_layers=2, seed=0, dtype=torch.float32):
@@ -82,7 +82,7 @@ def told(here, *, store="store", text="text", model="model", **options):
 def test_a_text_is_looked_up_in_the_models_own_namespace(here, capsys):
     row = told(here)["found"][0]
     assert (row["yours"], row["windows"], row["stop"]["reason"]) == (True, 3, "end of prompt")
-    assert list(row["held"][0]["probes"]) == ["int4-v1"]
+    assert list(row["held"][0]["probes"]) == ["int4-v2"]
     shown = capsys.readouterr().out
     assert "(this model's, loaded in float32)" in shown and "no tenant" not in shown
 

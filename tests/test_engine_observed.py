@@ -167,7 +167,7 @@ def test_torchs_default_dtype_changes_no_bit(tmp_path, default_dtype, policy, dt
     assert np.array_equal(found[1], found[0])
 
 
-@pytest.mark.parametrize("probe", ["int4-v1", "int3-v1"])
+@pytest.mark.parametrize("probe", ["int4-v2", "int3-v2"])
 def test_torchs_default_device_is_not_where_a_hits_rows_are_chosen(tmp_path, probe):
     """A short question to a model on the host was a RuntimeError, which exact hits answered."""
     model, ids = tiny("llama"), prompts(197)

@@ -359,9 +359,9 @@ def test_a_row_lost_in_mid_forward_is_computed_densely_and_streamed_once(tmp_pat
 
 def test_attach_adds_the_policys_probe_records_to_those_asked_for(tmp_path):
     model, ids = model_of("llama"), request_ids()
-    config = CONFIG.model_copy(update={"probes": ("int4-v1",)})
+    config = CONFIG.model_copy(update={"probes": ("int4-v2",)})
     with hf.attach(model, tmp_path, Paper(keep=0.1, gate=False), config=config) as engine:
-        assert engine.store.config.probes == ("int4-v1", "heads3-v1")
+        assert engine.store.config.probes == ("int4-v2", "heads3-v1")
         engine.generate(prompts(200), max_new_tokens=1)
         engine.flush()
         engine.generate(ids, max_new_tokens=1)

@@ -58,7 +58,7 @@ def serve(store: impress.PrefixStore, tokens: np.ndarray, policy: Policy) -> Non
 def test_a_request_leaves_no_memory_to_the_collector(open_store: Open, policy: Policy) -> None:
     """Tickets held what was to follow them, which held the tickets: rows that came straight from
     memory stayed out until the collector ran, gigabytes of them with a large model."""
-    store = open_store(GEOMETRY, dram_bytes=8 * CHUNK + MIB, probes=("heads3-v1", "int4-v1"))
+    store = open_store(GEOMETRY, dram_bytes=8 * CHUNK + MIB, probes=("heads3-v1", "int4-v2"))
     tokens = prompt(N)
     assert put_prompt(store, tokens, wait_s=30).wait(60)
     serve(store, tokens, policy)  # makes what is made only once

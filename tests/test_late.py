@@ -145,7 +145,7 @@ def test_what_a_layer_is_chosen_by_has_the_whole_limit_once_the_one_before_it_is
     """Records of all layers are begun at once, and those of the last layers were late by a clock
     that began with the first. The disk gives what is waited for, in 0.6 of the limit each."""
     store = open_store(
-        DEEP, probes=("int4-v1",), io_threads=8, dram_bytes=0, read_timeout_s=LIMIT_S
+        DEEP, probes=("int4-v2",), io_threads=8, dram_bytes=0, read_timeout_s=LIMIT_S
     )
     put_prompt(store, prompt(N)).wait(60)
     now_s, caller, at = [0.0], threading.current_thread(), threading.local()

@@ -226,7 +226,7 @@ def unpacked_and_packed(store: impress.PrefixStore) -> None:
 def test_every_policy_chooses_and_brings_the_same_rows_from_packed_spans(
     open_store: Open, shape: str
 ) -> None:
-    store = open_store(SHAPES[shape], probes=("heads3-v1", "int4-v1"))
+    store = open_store(SHAPES[shape], probes=("heads3-v1", "int4-v2"))
     unpacked_and_packed(store)
     assert [order is None for order in orders_of(store)] == [True, False, False, False]
     tokens = prompt(N_TOKENS)

@@ -93,7 +93,7 @@ def test_an_open_that_is_cut_off_leaves_no_fit_behind(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fit began before anybody could close it, and wrote to a shard that was another's."""
-    with open_store(SHAPE, probes=("int4-v1",)) as store:
+    with open_store(SHAPE, probes=("int4-v2",)) as store:
         put(store, 0)
     with monkeypatch.context() as patch:
 
@@ -135,9 +135,9 @@ def test_the_fallback_serves_until_enough_is_stored_and_parameters_after(open_st
     store = open_store(SHAPE, probes=("pca25-v1",))
     first, second = put(store, 0), put(store, 1)
     (one, none), (two, digest) = probes_of(store)
-    assert (one, none) == ("int4-v1", NONE)
+    assert (one, none) == ("int4-v2", NONE)
     assert two == "pca25-v1" and digest != NONE
-    assert bring(store, first, 0)[1] == "int4-v1"
+    assert bring(store, first, 0)[1] == "int4-v2"
     chosen, used = bring(store, second, 1)
     assert used == "pca25-v1" and 0 < len(chosen[0]) < N
     record = store.path / "shards" / "main" / "params" / digest.hex()
@@ -188,10 +188,10 @@ def test_a_prefix_goes_on_with_what_it_began_with(open_store: Open) -> None:
     put(store, 0, ends=(64,))
     put(store, 1)
     tokens = put(store, 0, ends=(128, N))
-    assert [name for name, _ in probes_of(store)] == ["int4-v1", "int4-v1", "int4-v1", "int4-v1"]
+    assert [name for name, _ in probes_of(store)] == ["int4-v2", "int4-v2", "int4-v2", "int4-v2"]
     other = put(store, 2, ends=(64, N))
     assert [name for name, _ in probes_of(store)][-2:] == ["pca25-v1", "pca25-v1"]
-    assert bring(store, tokens, 0)[1] == "int4-v1"
+    assert bring(store, tokens, 0)[1] == "int4-v2"
     assert bring(store, other, 2)[1] == "pca25-v1"
 
 
@@ -211,7 +211,7 @@ def test_spans_with_other_parameters_than_their_neighbours_are_read_by_their_key
     (_, one), (_, other) = probes_of(again)[-2:]
     assert NONE != one != other != NONE
     mixed = bring(again, tokens, 0)
-    assert mixed[1] == "int4-v1"
+    assert mixed[1] == "int4-v2"
     with again.lease(tokens) as lease, lease.session(POLICY) as session:
         query, lse = asked(SHAPE, 0)
         session.retrieve(0, query, suffix_lse=lse)
@@ -238,10 +238,10 @@ def test_parameters_that_cannot_be_trusted_are_not_used(open_store: Open, harm: 
     # A reader: by then a writer may have fitted what is missing again, and to the same bytes.
     reopened = open_store(SHAPE, "r", probes=("pca25-v1",))
     chosen, used = bring(reopened, tokens, 1)
-    assert used == "int4-v1"
+    assert used == "int4-v2"
     bare = open_store_beside(store.path, tokens)
     with bare:
-        assert bring(bare, tokens, 1, Quality(0.2, probe="int4-v1"))[0] == chosen
+        assert bring(bare, tokens, 1, Quality(0.2, probe="int4-v2"))[0] == chosen
 
 
 def open_store_beside(path: Path, tokens: Any) -> impress.PrefixStore:
@@ -259,7 +259,7 @@ def test_parameters_too_large_to_keep_leave_the_fallback(
     store = open_store(SHAPE, probes=("pca25-v1",))
     put(store, 0)
     put(store, 1)
-    assert {name for name, _ in probes_of(store)} == {"int4-v1"}
+    assert {name for name, _ in probes_of(store)} == {"int4-v2"}
     assert not (store.path / "shards" / "main" / "params").exists()
 
 
@@ -406,7 +406,7 @@ def test_a_purge_that_cannot_erase_parameters_says_so_and_the_next_one_does(
     assert store.lookup(tokens) == 0 and kept.exists()
     if then == "fit":  # the next record takes its name: the old one is erased first
         put(store, 2)
-        assert probes_of(store)[-1] == ("int4-v1", NONE)
+        assert probes_of(store)[-1] == ("int4-v2", NONE)
         assert len(list(folder.iterdir())) == 2
     else:
         if then == "open and purge":
@@ -591,7 +591,7 @@ def test_parameters_that_cannot_be_kept_are_fitted_once(
     assert len(fitted) == SHAPE.n_layers
     assert len(tried) == (why != "too large")  # and then left alone for a while
     monkeypatch.setattr(store._admission.fitter, "_again_s", 0.0)
-    assert {name for name, _ in probes_of(store)} == {"int4-v1"}
+    assert {name for name, _ in probes_of(store)} == {"int4-v2"}
     if why == "too large":
         store.close()
         store = open_store(SHAPE, probes=("pca25-v1",))
@@ -633,7 +633,7 @@ def test_where_no_thread_can_be_had_stores_are_ready_and_the_next_fit_makes_good
         patch.setattr(threading.Thread, "start", refused)
         put(store, 0)
         store.flush()
-    assert probes_of(store)[-1][0] == "int4-v1"
+    assert probes_of(store)[-1][0] == "int4-v2"
     put(store, 1)
     put(store, 2)
     assert probes_of(store)[-1][0] == "pca25-v1"
@@ -695,7 +695,7 @@ def test_a_fit_that_outlasts_close_keeps_its_files_and_writes_nothing(
 
 
 @pytest.mark.parametrize("names", [
-    ("int4-v1", "pca25-v1", "heads3-v1"), ("pca37-v1", "pca25-v1", "heads3-v1"),
+    ("int4-v2", "pca25-v1", "heads3-v1"), ("pca37-v1", "pca25-v1", "heads3-v1"),
 ])  # fmt: skip
 def test_records_from_before_a_fit_have_a_cache_too(names: tuple[str, ...]) -> None:
     """Two codecs fall back to one, and the records of the third are a plane lower: those of what

@@ -86,7 +86,7 @@ def test_selections_and_answers_are_the_same_from_every_tier(
     open_store: Open, policy: Policy, packed: bool
 ) -> None:
     store = open_store(
-        GEOMETRY, probes=("heads3-v1", "int4-v1", "pages16-v1"), hbm_bytes=2 * MIB,
+        GEOMETRY, probes=("heads3-v1", "int4-v2", "pages16-v1"), hbm_bytes=2 * MIB,
         hbm_device="cpu",
     )  # fmt: skip
     tokens = prompt(N)

@@ -403,7 +403,7 @@ def test_a_span_moves_once_and_is_served_as_before(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_policy_answers_as_before(open_store: Open, shape: str) -> None:
     """Split spans, packed and not, and their probe records."""
-    store = open_store(SHAPES[shape], probes=("heads3-v1", "int4-v1"))
+    store = open_store(SHAPES[shape], probes=("heads3-v1", "int4-v2"))
     unpacked_and_packed(store)
     fork = np.concatenate([prompt(N_TOKENS)[:320], prompt(128, seed=9)])
     put_prompt_torch(store, fork)

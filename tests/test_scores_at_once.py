@@ -27,7 +27,7 @@ def made(geometry: Geometry, q: int = 5) -> tuple[torch.Tensor, torch.Tensor, to
 
 @pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("n_bytes", [1, 4 * 2 * 5 * N * 3, 1 << 30], ids=["one", "three", "all"])
-@pytest.mark.parametrize("codec", ["", "heads3-v1", "int4-v1", "int3-v1", "int1-v1"])
+@pytest.mark.parametrize("codec", ["", "heads3-v1", "int4-v2", "int3-v2", "int1-v1"])
 @pytest.mark.parametrize(
     "geometry",
     [Geometry(1, 8, 4, 32, "float32"), Geometry(1, 8, 4, 32, "float16"),

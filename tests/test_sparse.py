@@ -115,7 +115,7 @@ def retrieve_all(lease: Lease, policy: Policy, *, ahead: bool = False) -> tuple[
 def test_rows_brought_are_the_stored_rows_whatever_is_chosen(
     open_store: Open, shape: str, policy: Policy
 ) -> None:
-    store = open_store(SHAPES[shape], probes=("heads3-v1", "int4-v1"), read_gap_bytes=4096)
+    store = open_store(SHAPES[shape], probes=("heads3-v1", "int4-v2"), read_gap_bytes=4096)
     fill(store)
     keys, values = kv(store.geometry)
     with store.lease(prompt(N_TOKENS)) as lease:
@@ -136,7 +136,7 @@ def test_suffix_lse_of_another_dtype_chooses_the_same_rows(
     open_store: Open, policy: Policy, dtype: torch.dtype
 ) -> None:
     """That of a float64 model was refused by torch, in words about its own types."""
-    store = open_store(SHAPES["gqa"], probes=("heads3-v1", "int4-v1", "pages16-v1"))
+    store = open_store(SHAPES["gqa"], probes=("heads3-v1", "int4-v2", "pages16-v1"))
     fill(store)
     query, lse = asked(store.geometry, 0)
     lse = lse.bfloat16().float()  # every dtype here has these numbers
@@ -251,7 +251,7 @@ def test_without_memory_to_read_ahead_a_layer_is_read_in_its_turn(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request was lost when there was no memory for the records of a later layer."""
-    store = open_store(next(iter(SHAPES.values())), probes=("int4-v1",))
+    store = open_store(next(iter(SHAPES.values())), probes=("int4-v2",))
     fill(store)
     start, refused = SparseSession._start_probes, []
 
@@ -278,7 +278,7 @@ def test_a_query_that_is_to_be_differentiated_chooses_the_same_rows(
     """Outside of no_grad, torch said of whichever product came first that out= does not go with
     that, and nothing was chosen."""
     geometry = SHAPES[shape]
-    store = open_store(geometry, probes=("heads3-v1", "int4-v1"))
+    store = open_store(geometry, probes=("heads3-v1", "int4-v2"))
     fill(store)
     with store.lease(prompt(N_TOKENS)) as lease:
         want, _ = retrieve_all(lease, policy)
@@ -303,7 +303,7 @@ def test_new_keys_that_are_to_be_differentiated_have_the_same_weight() -> None:
 def test_selections_are_the_same_from_every_tier_after_restart_and_without_records(
     open_store: Open, shape: str, policy: Policy, tmp_path: Path
 ) -> None:
-    probes = ("heads3-v1", "int4-v1", "pages16-v1")
+    probes = ("heads3-v1", "int4-v2", "pages16-v1")
     store = open_store(SHAPES[shape], probes=probes)
     fill(store)
     tokens = prompt(N_TOKENS)
@@ -391,7 +391,7 @@ def test_quality_loads_all_where_attention_is_diffuse_and_says_what_it_misses(
     open_store: Open,
 ) -> None:
     geometry = impress.Geometry(1, 8, 8, 32, "float32")
-    store = open_store(geometry, probes=("int4-v1",))
+    store = open_store(geometry, probes=("int4-v2",))
     tokens, generator = prompt(256), torch.Generator().manual_seed(0)
     keys = 0.01 * torch.randn(1, 8, 256, 32, generator=generator)
     store.store(tokens, list(keys), list(keys)).wait(60)
@@ -407,7 +407,7 @@ def test_quality_loads_all_where_attention_is_diffuse_and_says_what_it_misses(
             assert line["reason"] == "capped" and line["estimated_missing_mass"] > 0.5
 
 
-@pytest.mark.parametrize("probes", [("int4-v1",), ()], ids=["records", "keys"])
+@pytest.mark.parametrize("probes", [("int4-v2",), ()], ids=["records", "keys"])
 def test_a_cap_without_room_for_a_window_beside_what_is_read_to_choose_chooses_nothing(
     open_store: Open, probes: tuple[str, ...]
 ) -> None:

@@ -476,7 +476,7 @@ def test_what_is_mostly_dead_is_rewritten(
     open_store: Open, shape: str, packed: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     geometry = request.getfixturevalue(shape)
-    store = open_store(geometry, window=WINDOW, probes=("heads3-v1", "int4-v1"))
+    store = open_store(geometry, window=WINDOW, probes=("heads3-v1", "int4-v2"))
     other, span = half_dead(store, packed=packed)
     (dead,) = store.catalog.dead()
     assert (dead.span, dead.n_dead, dead.n_windows) == (span, 14, 16)
@@ -494,7 +494,7 @@ def test_what_is_mostly_dead_is_rewritten(
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     sound(store)
     store.close()
-    again = open_store(geometry, window=WINDOW, probes=("heads3-v1", "int4-v1"))
+    again = open_store(geometry, window=WINDOW, probes=("heads3-v1", "int4-v2"))
     assert again.catalog.dead() == []
     assert_serves(again, prompt(256), 32)
     assert_serves(again, other, 256)

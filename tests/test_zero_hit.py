@@ -56,7 +56,7 @@ def test_an_engine_that_chooses_is_measured_with_what_it_observes(
             found[cell.params["policy"]] = dict(seen)
     assert found == {
         "exact": {"observed": False, "probes": ()},
-        "quality": {"observed": True, "probes": ("int4-v1",)},
+        "quality": {"observed": True, "probes": ("int4-v2",)},
     }
 
 

@@ -40,7 +40,7 @@ EARLIER: Final = 1_000_000
 _SEGMENT: Final = 128 << 20
 #: Kind -> the probe record it carries. (`ordered_by`: who chose the rows it is ordered by.)
 _PROBES: Final = {
-    "plain": "heads3-v1", "packed": "heads3-v1", "sketched": "int4-v1", "paged": "pages16-v1",
+    "plain": "heads3-v1", "packed": "heads3-v1", "sketched": "int4-v2", "paged": "pages16-v1",
 }  # fmt: skip
 #: Kinds of which all rows have to be put in the order of their tokens.
 PACKED: Final = frozenset({"packed", "sketched"})

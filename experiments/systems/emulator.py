@@ -54,7 +54,7 @@ _POLICIES: Final[dict[str, Policy]] = {
 _CHOOSING: Final = ("paper", "quality")
 _HITS: Final = ("exact", *_CHOOSING)
 _CONFIG: Final = impress.Config(
-    probes=("heads3-v1", "int4-v1"), dram_bytes=0, mode="sparse", durable=False, io_threads=2,
+    probes=("heads3-v1", "int4-v2"), dram_bytes=0, mode="sparse", durable=False, io_threads=2,
     segment_bytes=64 << 20, read_gap_bytes=16 << 10,
 )  # fmt: skip
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 #: Version of the rules: raised by hand when impress's own identifiers, codecs or the arithmetic
 #: under them come to choose other rows for the same settings. Trust is then earned again.
-RULES: Final = 1
+RULES: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ def check_fits(policy: Any, geometry: Geometry, window: int) -> None:
     if codec.group != 1 or not codec.all_heads:
         raise BadInput(
             f"quality: probe codec {codec.name!r} does not look at every token of every KV head: "
-            "use one that does, as int4-v1"
+            "use one that does, as int4-v2"
         )
     least = window * (geometry.k_row_bytes + geometry.v_row_bytes)
     if policy.max_bytes is not None and policy.max_bytes < least:

@@ -19,11 +19,13 @@ from impress.selection.probes_pca import Pca
 from impress.selection.products import code_product, device_products
 from impress.selection.quant import (
     ERROR_OF_BITS,
+    TURNS,
     floats_of,
     pack_codes,
     packed_bytes,
     quantise,
     records_tensor,
+    turns_of,
 )
 from impress.selection.scores import Scored, heads_at_once, key_scores
 from impress.selection.scratch import scratch
@@ -120,12 +122,14 @@ class LowBit:
     """All KV heads' keys in a few bits, a float16 scale per (token, head).
 
     A record is [scales of the heads][codes of head 0][codes of head 1] …, padded to an even size.
+    `turns`: codes are of keys to which `turns_of` was added, by the token's number in its window.
     """
 
     name: str
     bits: int
     group: int = 1
     all_heads: bool = True
+    turns: bool = True
 
     def probe_bytes(self, geometry: Geometry) -> int:
         size = geometry.n_kv_heads * (2 + packed_bytes(geometry.head_dim, self.bits))
@@ -136,11 +140,11 @@ class LowBit:
         n_heads, m, dim = words.shape
         records = np.zeros((m, self.probe_bytes(geometry)), dtype=np.uint8)
         scales = records[:, : 2 * n_heads].view(np.float16)
-        codes = self._codes(records, geometry)
+        codes, turns = self._codes(records, geometry), turns_of(dim) if self.turns else None
         for at in range(0, m, _BLOCK_TOKENS):
             block = slice(at, at + _BLOCK_TOKENS)
             values = floats_of(words[:, block], geometry.dtype)
-            made, by_head = quantise(values, self.bits, dim)
+            made, by_head = quantise(values, self.bits, dim, turns)
             scales[block] = by_head[..., 0].T
             pack_codes(made.transpose(1, 0, 2), self.bits, codes[block])
         return records
@@ -167,14 +171,16 @@ class LowBit:
         squares = scales.square()
         mean = squares.mean(dim=-1, keepdim=True)
         shape = (n_kv, geometry.n_heads // n_kv, query.shape[1])
-        noise = (rows.square().sum(dim=-1) * mean * ERROR_OF_BITS[self.bits]).view(shape)
+        noise = (rows.square().sum(dim=-1) * mean * self._error()).view(shape)
         uneven = squares.div_(mean).sub_(1).clamp_(min=0)  # no scale is 0
+        added = self._added(rows)  # what `turns` added to each score, in scales
         at_once = heads_at_once(raw.device, (rows.shape[1] + geometry.head_dim) * n)
         if at_once > 1:
             for first in range(0, n_kv, at_once):
                 some = slice(first, first + at_once)
                 scores = device_products(rows[some], codes[:, some], scales[some], self.bits,
                                          geometry.dtype)  # fmt: skip
+                _take_off(scores, added[some], scales[some])
                 of_heads = noise[some].flatten(0, 1)
                 by_head = uneven[some].repeat_interleave(shape[1], dim=0)
                 yield Scored(scores.view(-1, shape[2], n), of_heads, by_head)
@@ -183,17 +189,47 @@ class LowBit:
             multiply = code_product(rows, n, self.bits, geometry.dtype, take)
             each = (codes.unbind(dim=1), scales.unbind(), noise.unbind(), uneven.unbind())
             for kv, (head, its_scales, *its_noise) in enumerate(zip(*each, strict=True)):
-                yield Scored(multiply(kv, head, its_scales).view(*shape[1:], n), *its_noise)
+                scores = multiply(kv, head, its_scales)
+                _take_off(scores, added[kv], its_scales)
+                yield Scored(scores.view(*shape[1:], n), *its_noise)
+
+    def _error(self) -> float:
+        """Variance of a dimension, in units of scale², as it is made up for.
+
+        With `turns` twice what it is: tokens that come out heavy do so for their error, too, and
+        make all others look lighter. Without them the heavy ones' largest values are exact.
+        """
+        return ERROR_OF_BITS[self.bits] * (2 if self.turns else 1)
+
+    def _added(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n_kv, r, TURNS]."""
+        module, dim = torch_module(), rows.shape[-1]
+        turns = turns_of(dim) if self.turns else np.zeros((TURNS, dim), dtype=np.float32)
+        return rows @ module.tensor(turns, device=rows.device).t()
+
+
+def _take_off(scores: torch.Tensor, added: torch.Tensor, scales: torch.Tensor) -> None:
+    """From scores [..., r, n] of tokens from the beginning of a window on: added [..., r, TURNS] by
+    their number, times scales [..., n]."""
+    n, rest, by = scores.shape[-1], scores.shape[-1] % TURNS, scales.unsqueeze(-2)
+    if n > rest:
+        whole = [part[..., : n - rest].unflatten(-1, (-1, TURNS)) for part in (scores, by)]
+        whole[0].addcmul_(added.unsqueeze(-2), whole[1], value=-1)
+    if rest:
+        scores[..., n - rest :].addcmul_(added[..., :rest], by[..., n - rest :], value=-1)
 
 
 _CODECS: Final[dict[str, ProbeCodec]] = {
     codec.name: codec
     for codec in (
         Heads3(),
-        LowBit("int4-v1", 4),
-        LowBit("int3-v1", 3),
-        LowBit("int2-v1", 2),
-        LowBit("int1-v1", 1),
+        LowBit("int4-v2", 4),
+        LowBit("int3-v2", 3),
+        LowBit("int2-v2", 2),
+        LowBit("int4-v1", 4, turns=False),
+        LowBit("int3-v1", 3, turns=False),
+        LowBit("int2-v1", 2, turns=False),
+        LowBit("int1-v1", 1, turns=False),
         Pca("pca37-v1", 3, 8),
         Pca("pca25-v1", 1, 4),
         Pca("pca12-v1", 1, 8),

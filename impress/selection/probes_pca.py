@@ -76,7 +76,7 @@ class Pca:
     num: int
     den: int
     group: int = 1
-    fallback: str = "int4-v1"
+    fallback: str = "int4-v2"
     all_heads: bool = True
 
     def probe_bytes(self, geometry: Geometry) -> int:
@@ -206,7 +206,7 @@ class Pca:
         n_heads, dim = geometry.n_kv_heads, geometry.head_dim
         n = n_heads * (dim + 1) + sum((heads * dim + 1) * rank for heads, rank in shape)
         if params is None:
-            raise ImpressError(f"{self.name}: no parameters (until they are fitted use int4-v1)")
+            raise ImpressError(f"{self.name}: no parameters (until they are fitted use int4-v2)")
         if len(params) != _HEADER.size + 4 * n or _HEADER.unpack_from(params)[2:] != sizes:
             raise ImpressError(f"{self.name}: the parameters given are another codec's or model's")
         flat = np.frombuffer(params, dtype=np.float32, offset=_HEADER.size)

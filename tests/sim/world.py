@@ -35,7 +35,7 @@ STEPS = 6  # of each client in one life
 ENDS = ("close", "close", "kill", "power")  # of a life
 EVICTIONS = impress.Config.model_fields["eviction"].annotation.__args__
 POLICIES = (
-    impress.Exact(), Recency(keep=0.3), Random(keep=0.4), Paper(keep=0.3), Quality(probe="int4-v1"),
+    impress.Exact(), Recency(keep=0.3), Random(keep=0.4), Paper(keep=0.3), Quality(probe="int4-v2"),
 )  # fmt: skip
 FAULTS = (
     Faults(), Faults(), Faults(late=0.05), Faults(eio=0.02), Faults(flip=0.02), Faults(write=0.01),
@@ -136,7 +136,7 @@ class World:
             dram_bytes=self.rng.choice((0, 1 << 18, 1 << 22)), read_timeout_s=2.0,
             hbm_bytes=self.rng.choice((0, 1 << 16)), hbm_device="cpu",
             disk_bytes=self.rng.choice((None, 3 << 20)), repack_every_s=0,
-            follow_every_s=0, probes=("heads3-v1", "int4-v1"), eviction=self.rng.choice(EVICTIONS),
+            follow_every_s=0, probes=("heads3-v1", "int4-v2"), eviction=self.rng.choice(EVICTIONS),
             prefetch_bytes=self.rng.choice((0, 10_000, 1 << 20)),
             admit=self.rng.choice(("first", "second")), disk_high=0.8, disk_low=0.6,
             daily_write_bytes=self.rng.choice((None,) * 5 + (2 << 20,)),

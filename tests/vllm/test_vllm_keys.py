@@ -623,7 +623,7 @@ def test_probes_of_every_policy_are_stored() -> None:
     settings = Settings.of(
         {"store": "x", "floor": {"name": "quality"}, "config": {"probes": ["heads3-v1"]}}
     )
-    assert settings.config.probes == ("heads3-v1", "int4-v1")
+    assert settings.config.probes == ("heads3-v1", "int4-v2")
     assert settings.sparse
     assert not Settings.of({"store": "x"}).sparse
 

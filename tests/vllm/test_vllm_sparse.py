@@ -26,7 +26,7 @@ from tests.vllm.served import SMALL, Served, params, tokens, words
 Serve = Callable[..., Served]
 
 LOOKUP = Path(impress.__file__).parent / "demo" / "lookup" / "agreeing"
-PROBES = ("heads3-v1", "int4-v1")
+PROBES = ("heads3-v1", "int4-v2")
 HALF = {"name": "recency", "keep": 0.5}  # ignores queries: easy to say what it must choose
 
 DOCUMENT = words(700, seed=1)
