@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 _ENGINE = "transformers"
 _POSITIONS = "after-position absolute"
 _PASSED_BY = "rotary_emb.inv_freq"  # Transformers ignores it in old checkpoints: it has its own
+# Of a path of bytes, a null byte, half of a character; of a directory, the working one among them,
+# that is gone or may not be searched; of links in a circle (before Python 3.13).
+_NO_PATH = (TypeError, ValueError, OSError, RuntimeError)
 # safetensors dtype code -> torch name; a tensor of any other dtype never matches a model's.
 _TORCH_NAMES = {
     "F64": "float64",
@@ -83,7 +86,7 @@ def namespace_of(
     if isinstance(model_or_dir, (str, os.PathLike)):
         try:
             directory = Path(model_or_dir).resolve()
-        except (TypeError, ValueError) as err:  # a path of bytes, a null byte, half of a character
+        except _NO_PATH as err:
             raise BadInput(f"namespace: {model_or_dir!r} is no path: {err}") from None
         config = _read_config(directory)
         return _of_directory(directory, config, dtype or _config_dtype(config), family)
@@ -105,15 +108,24 @@ def _of_model(model: Any, family: str) -> bytes:
         )
     config = model.config.to_dict()
     dtype = str(model.dtype).removeprefix("torch.")
-    name = getattr(model.config, "_name_or_path", None) or getattr(model, "name_or_path", "")
-    directory = Path(name).resolve() if name else None
+    directory = _directory_of(model)
     odd = _odd_buffers(model)
-    if directory is not None and directory.is_dir() and not odd:
+    if directory is not None and not odd:
         known = _of_its_files(model, directory, dtype, family)
         if known is not None:
             return known
     revision = getattr(model.config, "_commit_hash", None) or ""
     return _combine(config, revision, _weights_of_state(model, odd), dtype, family)
+
+
+def _directory_of(model: Any) -> Path | None:
+    """Where a model says that it was loaded from, if that is a directory that can be found."""
+    name = getattr(model.config, "_name_or_path", None) or getattr(model, "name_or_path", "")
+    try:
+        directory = Path(name).resolve() if name else None
+        return directory if directory is not None and directory.is_dir() else None
+    except _NO_PATH:  # a hub's name, say, in a working directory that is gone
+        return None
 
 
 def _of_its_files(model: Any, directory: Path, dtype: str, family: str) -> bytes | None:

@@ -572,6 +572,42 @@ def test_what_is_neither_path_nor_model_is_bad_input(what):
         namespace_of(what)
 
 
+def a_working_directory_that_is_gone(monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+
+
+def a_directory_of_somebody_elses(monkeypatch, tmp_path):
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+
+
+def links_in_a_circle(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("org").symlink_to("org")
+
+
+@pytest.mark.parametrize(
+    "broken", [a_working_directory_that_is_gone, a_directory_of_somebody_elses, links_in_a_circle]
+)
+def test_a_model_whose_name_cannot_be_looked_up_as_a_path_is_known_by_its_tensors(
+    tmp_path, monkeypatch, broken
+):
+    """A hub's name is looked up in the working directory: where that is gone, or may not be
+    searched, attach ended in the system's own error; so did a directory's namespace."""
+    model = tiny()
+    want = namespace_of(model)
+    model.config._name_or_path = "org/name"
+    with monkeypatch.context() as scene:
+        broken(scene, tmp_path)
+        assert namespace_of(model) == want
+        with pytest.raises(BadInput, match="org/name"):
+            namespace_of("org/name")
+
+
 @pytest.mark.parametrize("name", ["engine", "dtype"])
 def test_names_that_are_no_text_are_bad_input(saved, name):
     with pytest.raises(BadInput, match=f"^namespace: {name} must be a str, got int"):
