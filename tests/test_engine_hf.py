@@ -657,6 +657,23 @@ def test_a_model_that_answers_by_a_cache_of_its_own_costs_no_answer(tmp_path):
         assert engine.store.lookup(ids[0].numpy()) == engine.store.buffers.used_bytes == 0
 
 
+def test_a_model_with_fewer_layers_than_its_config_says_gives_back_their_rows(tmp_path):
+    """As after pruning: the engine's own cache was handed to the caller, its memory given back."""
+    model, ids = tiny(num_hidden_layers=3), prompts(100)
+    model.model.layers = model.model.layers[:2].eval()
+    options = {"max_new_tokens": 4, "return_dict_in_generate": True}
+    bare = model.generate(ids, **options)
+    with attach(model, tmp_path) as engine:
+        out = engine.generate(ids, **options)
+        assert type(out.past_key_values) is transformers.DynamicCache
+        for mine, its in zip(out.past_key_values.layers, bare.past_key_values.layers, strict=True):
+            assert mine.is_initialized == its.is_initialized
+            if its.is_initialized:
+                assert torch.equal(mine.keys, its.keys)
+                assert torch.equal(mine.values, its.values)
+        assert "the cache holds 0 rows" in engine.last_request.refused
+
+
 class ByName(transformers.LlamaForCausalLM):
     """Like PEFT 0.18's models of prompt learning, which hand on what has a name."""
 

@@ -330,7 +330,7 @@ class Engine:
             cache.release()
             raise
         end_reads(prefix, cache)
-        if prompt.returns_cache and cache.length:  # else the model used a cache of its own
+        if prompt.returns_cache and result.past_key_values is cache:  # else one of the model's own
             result.past_key_values = cache.as_dynamic()
         return result, cache
 

@@ -355,13 +355,15 @@ class RowsCache(RequestCache):
     def as_dynamic(self) -> DynamicCache:
         """Copies of the rows in a stock cache, for a caller who asked for past_key_values.
 
-        Changing them in place does not change what is being stored under the request's tokens.
+        Changing them in place does not change what is being stored under the request's tokens. A
+        layer that the model left out is empty, as it is in a stock cache.
         """
         stock = DynamicCache()
         for rows in self.layers:
             layer = DynamicLayer()
-            layer.lazy_initialization(rows.keys, rows.values)
-            layer.keys, layer.values = rows.keys.clone(), rows.values.clone()
+            if rows.keys is not None:
+                layer.lazy_initialization(rows.keys, rows.values)
+                layer.keys, layer.values = rows.keys.clone(), rows.values.clone()
             stock.layers.append(layer)
         return stock
 
