@@ -2666,17 +2666,18 @@ ADAPTERS = [
     ({"peft_type": "XLORA"}, "is an X-LoRA"),
     ({"peft_type": "LILY"}, "is a Lily"),
     ({"peft_type": "PVERA", "sample_at_inference": True}, "draws at random"),
+    ({"peft_type": "CPT"}, "is a CPT, which writes"),
+    ({"peft_type": "LORA", "target_parameters": ["k_proj.weight"]}, "has target_parameters"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "said"), ADAPTERS)
-def test_an_adapter_that_goes_by_what_follows_is_refused_whenever_it_comes(
-    tmp_path, settings, said
-):
+def test_an_adapter_that_cannot_be_served_is_refused_whenever_it_comes(tmp_path, settings, said):
     """No prefix tells where an activated LoRA begins or how X-LoRA mixes: a hit had keys computed
-    with another prompt's end."""
+    with another prompt's end. Where a forward writes tensors, every request was answered in full
+    and then ended in StoreMismatch, however often the model was attached again."""
     model, ids = tiny(), prompts(200)
-    plain = SimpleNamespace(peft_type="LORA", alora_invocation_tokens=None)
+    plain = SimpleNamespace(peft_type="LORA", alora_invocation_tokens=None, target_parameters=None)
     with attach(model, tmp_path / "late") as engine:
         model.peft_config = {"plain": plain}
         engine.generate(ids, max_new_tokens=2)

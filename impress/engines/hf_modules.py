@@ -172,7 +172,8 @@ def check_causal_modules(model: Any, found: Found) -> None:
 
 
 def check_adapters(model: Any) -> None:
-    """Raises Unsupported where a PEFT adapter's part in a token's keys depends on what follows."""
+    """Raises Unsupported where a PEFT adapter's part in a token's keys depends on what follows, or
+    its forward writes tensors: the model would pass for another after each request."""
     for name, adapter in (getattr(model, "peft_config", None) or {}).items():
         kind = ""
         if getattr(adapter, "alora_invocation_tokens", None) is not None:
@@ -190,6 +191,16 @@ def check_adapters(model: Any) -> None:
             raise Unsupported(
                 f"adapter {name!r} is {kind}, and a token's keys then depend on what follows: "
                 "delete it"
+            )
+        if getattr(adapter, "peft_type", None) == "CPT":
+            raise Unsupported(
+                f"adapter {name!r} is a CPT, which writes its own tensors in every request, and a "
+                "model is known by them: delete it"
+            )
+        if getattr(adapter, "target_parameters", None):
+            raise Unsupported(
+                f"adapter {name!r} has target_parameters: it writes the model's tensors in every "
+                "request, and a model is known by them: merge it (merge_and_unload) or delete it"
             )
 
 
