@@ -45,6 +45,7 @@ _PASSED_BY = "rotary_emb.inv_freq"  # Transformers ignores it in old checkpoints
 # Of a path of bytes, a null byte, half of a character; of a directory, the working one among them,
 # that is gone or may not be searched; of links in a circle (before Python 3.13).
 _NO_PATH = (TypeError, ValueError, OSError, RuntimeError)
+_PACKS = "support_avx512bf16_for_cpu"  # what a Linear4bit of bitsandbytes knows of its CPU
 # safetensors dtype code -> torch name; a tensor of any other dtype never matches a model's.
 _TORCH_NAMES = {
     "F64": "float64",
@@ -77,7 +78,7 @@ def namespace_of(
 
     Effects: the weights digest of a directory is kept in the user's cache directory; a failure
     there is harmless. Raises BadInput for anything that is not a readable model directory and
-    Unsupported for a model whose weights are not in memory.
+    Unsupported for a model whose weights are not in memory, or not told by any digest.
     """
     family = "any" if cross_engine else engine
     for name, text in (("engine", engine), ("dtype", dtype)):
@@ -218,10 +219,12 @@ def _weights_of_state(model: Any, odd: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _state(model: Any) -> dict[str, torch.Tensor]:
-    """The state_dict. Raises Unsupported where a module computes with more than plain tensors."""
+    """The state_dict. Raises Unsupported where a module computes with more than plain tensors, or
+    would be changed by that."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+    _check_packing(model)
     state = {}
     for name, value in model.state_dict().items():
         is_wrapper = is_traceable_wrapper_subclass(value)  # its values are in tensors of its own
@@ -232,6 +235,18 @@ def _state(model: Any) -> dict[str, torch.Tensor]:
             )
         state[uncompiled(name)] = value
     return state
+
+
+def _check_packing(model: Any) -> None:
+    """Raises Unsupported where state_dict() would change the model: bitsandbytes then unpacks what
+    the first forward packed for such a CPU, with other scales, and the next packs it again."""
+    for name, module in model.named_modules():
+        if vars(module).get(_PACKS) and module.weight.device.type == "cpu":
+            raise Unsupported(
+                f"namespace: {name} is in bitsandbytes' 4 bit, which a forward packs anew on a CPU "
+                "with AVX512_BF16, and a model is known by where its weights lie: put it on a GPU, "
+                f"load it otherwise, or set {_PACKS} = False in all such layers"
+            )
 
 
 def _odd_buffers(model: Any) -> dict[str, torch.Tensor]:

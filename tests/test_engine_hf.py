@@ -1696,6 +1696,46 @@ class Linear8bitLt(torch.nn.Linear):
         self.state = SimpleNamespace(threshold=threshold)
 
 
+class Linear4bit(torch.nn.Linear):
+    """The module that bitsandbytes puts in a layer's place: where a CPU has AVX512_BF16, a forward
+    packs its weights, and state_dict() unpacks them."""
+
+    is_packed = False
+
+    def forward(self, x):
+        if self.support_avx512bf16_for_cpu and not self.is_packed:
+            self.weight.data, self.is_packed = self.weight.data.clone(), True
+        return super().forward(x)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        if self.is_packed:
+            self.weight.data, self.is_packed = self.weight.data.clone(), False
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def test_four_bits_that_each_forward_packs_anew_are_refused_before_they_are_unpacked(tmp_path):
+    """The namespace unpacked the caller's model; each request was answered in full, and then ended
+    in StoreMismatch, as the forward had packed it again, however often it was attached."""
+    model, ids = tiny(), prompts(200)
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    layer = model.model.layers[1].self_attn.k_proj
+    layer.__class__, layer.support_avx512bf16_for_cpu = Linear4bit, True
+    model(ids)
+    for look in (impress.namespace_of, lambda model: attach(model, tmp_path / "store")):
+        with pytest.raises(
+            Unsupported, match=r"model\.layers\.1\.self_attn\.k_proj is in .* 4 bit"
+        ):
+            look(model)
+    assert layer.is_packed
+    assert not (tmp_path / "store").exists()
+    layer.support_avx512bf16_for_cpu = False  # as the error says, and as on any other CPU
+    with attach(model, tmp_path / "store") as engine:
+        for hit in (0, 192):
+            engine.generate(ids, max_new_tokens=2)
+            assert engine.last_request.hit_tokens == hit
+            engine.flush()
+
+
 def test_int8_goes_by_the_threshold_that_a_module_was_loaded_with(tmp_path):
     """The config was believed. Set there after loading, as our own error advised, the threshold
     changes no module: a hit had keys computed with another prompt's end, and such were stored."""
