@@ -86,7 +86,7 @@ def quantise(
 
 @lru_cache(8)
 def turns_of(length: int) -> Floats:
-    """[TURNS, length] in scales: evenly between −1/2 and 1/2 in each column, in an order of its own.
+    """[TURNS, length] in scales: in each column evenly between −1/2 and 1/2, in its own order.
 
     Part of what codes mean. Each value then errs evenly over a step, whatever it is, and a
     dimension's mean over TURNS rows by 1/32 of a scale at most, also where all its values are alike
