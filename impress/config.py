@@ -75,7 +75,7 @@ class Config(BaseModel):
     reads all shards (docs/FORMAT.md). 0 is called main. None: the first that nobody writes to."""
     follow_every_s: float = Field(default=0.05, ge=0, le=LONGEST_S)
     """How often this process looks for what the writers of other shards stored or removed. 0: only
-    when `PrefixStore.follow` is called."""
+    when `PrefixStore.follow` is called, or a read finds that another process took a span away."""
     durable: bool = True
     """False skips fdatasync. For measurements only: a power cut may lose what was flushed."""
     repack_every_s: float = Field(default=600.0, ge=0, le=LONGEST_S)

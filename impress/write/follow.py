@@ -92,9 +92,9 @@ class Follower:
 
     def is_gone(self, span: int) -> bool:
         """Whether another's span was moved or taken out by its writer, as its index has it: a look
-        that begins at once takes that over. False where nobody follows, or that shard is unread."""
+        that begins at once, where a thread looks, takes that over. False: that shard is unread."""
         theirs = self._of(span)
-        if self._thread is None or not theirs or any(self._unread.has(n.shard) for n in theirs):
+        if not theirs or any(self._unread.has(n.shard) for n in theirs):
             return False
         with suppress(ImpressError):
             value = self.value(span)

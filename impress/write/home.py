@@ -12,13 +12,14 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from time import monotonic
 from time import time as wall_clock
 
 from impress.config import Config
-from impress.errors import FormatError, StoreFailed
+from impress.errors import FormatError, ImpressError, StoreFailed
 from impress.quality.ledgers import Ledgers
 from impress.spans.format import SpanRecord
 from impress.stats import Counters
@@ -246,6 +247,9 @@ class Home:
         it, one's own too, stays where the copy takes its place."""
         if span in self.catalog.own or not self.others.is_gone(span):
             self.leaving.quarantine(span)
+        elif not self._config.follow_every_s:  # nobody else looks, and it would be a hit each time
+            with suppress(ImpressError):  # then the next read that misses it looks again
+                self.follow()
 
     def _orphaned(self, spans: Iterable[int]) -> None:
         self.leaving.orphaned(spans)
