@@ -54,7 +54,8 @@ REASONS: Final = {
     "lost": ("checksum", "short", "io", "late", "expired", "shortage", "permission"),
     "refused": (
         "disk_full", "segments_too_small", "daily_write_budget", "read-only",
-        "no_free_write_slot", "shortage", "incomplete", "abandoned", "purged", "failed",
+        "no_free_write_slot", "shortage", "incomplete", "abandoned", "purged",
+        "prefix_gone", "failed",
     ),
 }  # fmt: skip
 

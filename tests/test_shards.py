@@ -283,6 +283,29 @@ def test_who_is_far_behind_reads_the_whole_index(
     check(a, b)
 
 
+def test_a_store_whose_prefix_another_shard_evicts_meanwhile_is_refused_not_failed(
+    pair: Pair,
+) -> None:
+    """Where processes share a nearly full directory that is normal work, but it was counted as a
+    failed store, and the next flush raised it."""
+    (a, b), tokens = pair, prompt(256)
+    ready(a, tokens[:128])
+    b.follow()
+    keys, values = kv_of(tokens, b.geometry)
+    with b.writer(tokens, 128) as writer:
+        assert a.evict(1 << 30) > 0
+        b.follow()
+        for layer in range(b.geometry.n_layers):
+            writer.put(layer, 128, keys[layer][:, 128:], values[layer][:, 128:])
+    assert not writer.stored.wait(60) and writer.stored.error is None
+    assert writer.stored.refused.startswith("prefix gone: ")
+    b.flush()
+    assert b.stats()["refused"] == {"prefix_gone": 1}
+    ready(b, tokens)  # by now it is stored from its beginning
+    assert_serves(b, tokens, 256)
+    check(*pair)
+
+
 def test_both_stored_the_same_and_one_evicts_it(pair: Pair) -> None:
     a, b = pair
     for store in pair:

@@ -15,7 +15,7 @@ from impress.stats import Counters
 from impress.tree.catalog import Held
 from impress.types import Geometry, a_time, an_int
 from impress.write.commit import Committer
-from impress.write.draft import Draft, Media, Stored
+from impress.write.draft import Draft, Media, Stored, label_of
 from impress.write.fitting import Fitter
 from impress.write.home import Home
 from impress.write.jobs import GiveUp, Job, StoreJob
@@ -280,6 +280,5 @@ class Admission:
             stored.settle(stored.refused, err)
             raise
         if stored.refused:
-            reason = stored.refused.split(":")[0].replace(" ", "_")
-            self._counters.add(f"refused/{reason}")
+            self._counters.add(f"refused/{label_of(stored.refused)}")
         stored.settle(refused=stored.refused)

@@ -16,6 +16,7 @@ from impress.stats import Counters
 from impress.tree.merged import MergedCatalog
 from impress.usage.history import History
 from impress.write.changes import Change
+from impress.write.draft import label_of
 from impress.write.headers import Headers
 from impress.write.index import Index
 from impress.write.jobs import (
@@ -38,6 +39,10 @@ from tiers.ssd import SsdTier
 #: A write that takes longer than this is stuck; its store fails.
 WRITE_TIMEOUT_S: Final = 120.0
 _NOT_FOUND: Final = "an error came before all that was stored could be found"
+#: What `Stored.refused` says where another process's eviction, say, came first. Nothing failed.
+_PREFIX_GONE: Final = (
+    "prefix gone: what these rows follow went bad, or the process that wrote it took it out"
+)
 
 
 class Batches:
@@ -321,11 +326,6 @@ class Batches:
             n_windows = added[record.span_id] = self._catalog.publish(record, job.draft.prefix)
             if n_windows > 0:
                 self._unseen.pop(record.span_id, None)
-            elif n_windows < 0:
-                lost = StoreFailed(
-                    "store: the prefix before these rows is gone: it went bad meanwhile, or the "
-                    "process that wrote it took it out"
-                )
         except Exception as err:
             lost = failed(err, "the committer failed: ")
         if lost is not None:
@@ -335,6 +335,9 @@ class Batches:
         finally:
             if lost is not None:
                 self._not_kept(job, lost)
+            elif n_windows < 0:
+                job.stored.settle(job.stored.refused or _PREFIX_GONE)
+                self._counters.add(f"refused/{label_of(job.stored.refused)}")
             job.stored.settle()
         if n_windows > 0:
             self._counters.add("stored_tokens", n_windows * record.window)
@@ -363,4 +366,4 @@ class Batches:
             self._counters.add("refused/failed")
             self._tell(error)
         elif job.stored.refused:
-            self._counters.add(f"refused/{job.stored.refused}")
+            self._counters.add(f"refused/{label_of(job.stored.refused)}")

@@ -75,6 +75,12 @@ class Stored:
         return f"Stored(n_tokens={self.n_tokens}, n_new={self.n_new}, {state})"
 
 
+def label_of(refused: str) -> str:
+    """The reason that `impress_refused_total` counts by, of `Stored.refused`: what is before the
+    colon. Pure."""
+    return refused.split(":")[0].replace(" ", "_")
+
+
 @dataclass(frozen=True, slots=True)
 class Sketch:
     """A codec as one span uses it: its record in the header, and its parameters by layer."""
