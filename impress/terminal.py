@@ -83,11 +83,14 @@ def table_of(title: str, *columns: str) -> Table:
     return made
 
 
+def printable(text: str) -> str:
+    """The text, what cannot be printed as escapes: nobody's name writes to a terminal. Pure."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
 def literal(text: str) -> str:
-    """For markup, a text that is shown as it is: nothing in it is taken as markup, and what cannot
-    be printed is shown as an escape, so that nobody's name writes to a terminal. Pure."""
-    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
-    return escape(f"{shown} ")[:-1]  # a final backslash would be doubled
+    """For markup, a `printable` text as it is: nothing in it is taken as markup. Pure."""
+    return escape(f"{printable(text)} ")[:-1]  # a final backslash would be doubled
 
 
 def line_of(error: Exception) -> str | None:

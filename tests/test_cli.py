@@ -41,9 +41,11 @@ import impress
 import impress.cli.live
 import impress.stats
 from impress.cli import main
+from impress.cli.explained import print_request
+from impress.cli.inspect import _live
 from impress.cli.main import _said, app
 from impress.cli.options import text_of
-from impress.terminal import line_of, literal
+from impress.terminal import line_of, literal, show
 from impress.usage.notes import Note
 from impress.write.directory import Shard
 from tiers.files import segment_paths
@@ -308,6 +310,19 @@ def test_names_are_shown_as_they_are(name, shown):
     console = Console(file=io.StringIO(), width=100)
     console.print(literal(name))
     assert console.file.getvalue() == f"{shown}\n"
+
+
+def test_where_a_lost_prefix_lay_is_shown_as_it_is(capsys):
+    """Of a store in a folder called x[red] the colour was missing; x[/a] ended `explain`."""
+    request = {"policy": "exact", "why": "asked for", "per_layer": [], "ttft_ms": 1.0}
+    print_request({"request": {**request, "lost": "x[red]y[/a]: gone"}, "found": [{"held": []}]})
+    assert "was read: x[red]y[/a]: gone; computed instead" in capsys.readouterr().out
+
+
+def test_labels_of_another_programs_port_are_shown_as_they_are(capsys):
+    """They were taken as markup, and could write to the terminal."""
+    show(_live({"misses": {"[/a]\x1b[31m": 2}}))
+    assert r"[/a]\x1b[31m 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["loop", "n" * 300])

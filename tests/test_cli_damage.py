@@ -352,6 +352,20 @@ def test_a_folder_under_no_shards_name_is_named_and_nothing_is_purged(path, how,
         assert run("purge", "--store", path, "--namespace", "a test").returncode == 0
 
 
+def test_what_folders_and_lock_files_are_called_does_not_write_to_the_terminal(path):
+    """An escape sequence in them came through: in errors, and in what rebuild notes."""
+    with impress.PrefixStore.open(path, GEOMETRY, "a test", CONFIG):
+        (path / "shards/main/lock").write_text("7\x1b[31mRED")
+        for command in ("repack", "rebuild"):
+            assert_refused(run(command, "--store", path), r"process 7\x1b[31mRED")
+    shutil.copytree(path / "shards/main", path / "shards/a\x1b[31mRED")
+    purged = run("purge", "--store", path, "--namespace", "a test")
+    assert_refused(purged, "nothing is purged", r"shards/a\x1b[31mRED")
+    rebuilt = run("rebuild", "--store", path, "--dry-run")
+    assert r"shards/a\x1b[31mRED" in rebuilt.stdout
+    assert "\x1b" not in purged.stderr + rebuilt.stdout + rebuilt.stderr
+
+
 def test_a_folder_beside_the_shards_that_may_not_be_looked_into_is_named(path, monkeypatch):
     """A copy made by root kept everybody else from using `inspect`, `verify` and `explain`."""
     for name in ("main.bak", "lost+found"):

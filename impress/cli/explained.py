@@ -186,7 +186,7 @@ def print_request(found: dict[str, Any]) -> None:
     request, held = found["request"], found["found"][0]["held"]
     say(f"\n[bold]the request[/bold] under {request['policy']}: {literal(request['why'])}")
     if request["lost"]:
-        say(f"the prefix was lost while it was read: {request['lost']}; computed instead")
+        say(f"the prefix was lost while it was read: {literal(request['lost'])}; computed instead")
     lines = request["per_layer"]
     if not lines:
         say(f"TTFT {request['ttft_ms']:,.1f} ms, nothing read")

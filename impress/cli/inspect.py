@@ -214,7 +214,7 @@ def _live(live: dict[str, Any]) -> Table:
 
 def _cell(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{label} {n:,}" for label, n in value.items()) or "0"
+        return ", ".join(f"{literal(label)} {n:,}" for label, n in value.items()) or "0"
     return f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
 
 

@@ -17,7 +17,7 @@ from impress.config import MOST_BYTES, Config, default_store_dir, expanded, in_f
 from impress.errors import BadInput, FormatError, StoreFailed
 from impress.policy import Exact, Paper, Policy, Quality
 from impress.report import write_json
-from impress.terminal import line_of
+from impress.terminal import line_of, printable
 from impress.write.directory import read_identity
 
 P = ParamSpec("P")
@@ -129,9 +129,11 @@ def fail(line: str) -> NoReturn:
 
 
 def complain(line: str) -> None:
-    """Print to stderr if it takes the line; a full disk or a closed terminal does not."""
+    """Print to stderr if it takes the line; a full disk or a closed terminal does not.
+
+    A line may have names in it, and what lock files or another program's port say."""
     with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 def _leave(status: int) -> NoReturn:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from impress.cli.options import Json, Store, print_json, store_dir
 from impress.errors import StoreFailed, StoreLocked
-from impress.terminal import count, err, out, size
+from impress.terminal import count, err, out, printable, size
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.scan import Rebuilt
 
@@ -108,4 +108,4 @@ def _print(where: Path, found: Rebuilt, dry_run: bool) -> None:
         anew = "leases, scores, what requests chose and the guard's trust begin anew"
         out.print(f"  {anew}", markup=False)
     for note in found.notes:
-        out.print(f"  {note}", markup=False, soft_wrap=True)
+        out.print(f"  {printable(note)}", markup=False, soft_wrap=True)

@@ -34,7 +34,7 @@ from impress.errors import BadInput, ImpressError, StoreFailed
 from impress.namespace import namespace_of
 from impress.policy import Policy
 from impress.store import PrefixStore
-from impress.terminal import err, out, size
+from impress.terminal import err, out, printable, size
 from tiers.errors import MediumError
 
 
@@ -209,7 +209,7 @@ def _print(found: dict[str, Any]) -> None:
         )
     for what in ("refused", "lost"):
         if found[what] and found["mode"] != "sparse":  # sparse rows are never stored
-            out.print(f"{what}: {found[what]}", markup=False, soft_wrap=True)
+            out.print(f"{what}: {printable(found[what])}", markup=False, soft_wrap=True)
 
 
 def _mass(share: float) -> str:
