@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from conftest import SMALL, assert_serves, flip_a_bit, prompt, put_prompt, wait_
 from typer.testing import CliRunner
 
 import impress
+import impress.upkeep.scan
 from impress.cli.main import app
-from impress.spans.format import SpanRecord, encode_header
+from impress.spans.format import SpanHeader, SpanRecord, decode_header, encode_header
 from impress.spans.tables import read_header
 from impress.upkeep.rebuild import rebuild_store
 from impress.upkeep.verify import verify_store
@@ -65,6 +67,43 @@ def test_a_rebuild_that_cannot_put_its_index_in_place_leaves_the_old_one(
         rebuild_store(path)
     with open_store(geometry) as store:
         assert_serves(store, longer_prompt(), 384)
+
+
+def test_headers_are_not_all_held_in_memory_until_their_rows_are_read(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kept its rows' sums, scores and order: of a shard of 1 TiB, 3.5 GiB."""
+    path, most = fill(open_store, geometry), [0]
+    found: list[weakref.ref[np.ndarray]] = []
+
+    def noted(raw: Any, meta: Any) -> SpanHeader:
+        header = decode_header(raw, meta)
+        found.append(weakref.ref(header.sums))
+        return header
+
+    def say(what: str, *_: int) -> None:
+        if what == "verifying":
+            most.append(sum(sums() is not None for sums in found))
+
+    monkeypatch.setattr(impress.upkeep.scan, "decode_header", noted)
+    assert rebuild_store(path, progress=say).spans == len(found) == 7
+    assert max(most) <= 1
+
+
+def test_a_header_that_goes_bad_after_it_was_found_is_dropped(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """It is read once more, for its rows' sums."""
+    path = fill(open_store, geometry)
+    with open_store(geometry, mode="r") as store:
+        record = max(store.catalog.records(), key=lambda record: record.span_id)
+
+    def say(what: str, done: int, _of: int) -> None:
+        if what == "verifying" and not done:
+            flip_a_bit(path, record.meta, 100)
+
+    found = rebuild_store(path, progress=say)
+    assert (found.spans, found.damaged) == (6, 1)
 
 
 def test_a_lost_index_is_made_again(open_store: Open, geometry: impress.Geometry) -> None:

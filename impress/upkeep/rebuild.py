@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from impress.blockhash import is_name
 from impress.errors import FormatError, StoreFailed, StoreLocked
-from impress.spans.format import SpanHeader, decode_extents, encode_index
+from impress.spans.format import SpanHeader, SpanRecord, decode_extents, encode_index
 from impress.spans.records import wrong_record
+from impress.spans.tables import read_header
 from impress.upkeep.asked import asked
 from impress.upkeep.scan import Progress, Rebuilt, scan
 from impress.write.directory import (
@@ -53,6 +57,7 @@ _READ_BYTES: Final = 32 << 20  # of rows, read and summed together
 _THREADS: Final = 8
 _TIMEOUT_S: Final = 600.0
 _BATCH: Final = 1024  # spans a transaction
+_NO_SUMS: Final = np.empty(0, dtype=np.uint64)
 _Name = int | tuple[bytes, bytes]  # what only one span may have: an id; keys before and after
 
 
@@ -127,11 +132,10 @@ def _rebuild(
     shard: Shard, identity: Identity, found: Rebuilt, say: Progress, *, dry_run: bool
 ) -> None:
     """One shard, locked; adds what it holds to `found`. Raises MediumError, StoreFailed."""
-    headers = list(scan(shard.segments, found, say))
+    ours = _ours(scan(shard.segments, found, say), identity, shard, found)
     notes, wear, n_spans, last = asked(shard, found)
     if said := said_of_no_segments(shard.segments, n_spans):  # else all it held were free space
         raise StoreFailed(said)
-    ours = _ours(headers, identity, shard, found)
     sound = _resolved(_spared(ours, notes, found), shard, found, say)
     found.spans += len(sound)
     found.windows += sum(h.record.n_windows for h in sound)
@@ -190,19 +194,19 @@ def _spared(
 
 
 def _ours(
-    headers: Sequence[SpanHeader], identity: Identity, shard: Shard, found: Rebuilt
+    headers: Iterable[SpanHeader], identity: Identity, shard: Shard, found: Rebuilt
 ) -> list[SpanHeader]:
-    """Those of this store and shard that make sense."""
+    """Those of this store and shard that make sense, `_lightened`."""
     ours, other = [], []  # `other`: of another store, or of another geometry than this one's
     n_strange = 0
     for header in headers:
         record = header.record
         if header.store_uuid != identity.uuid:
             found.foreign += 1
-            other.append(header)
+            other.append(_lightened(header))
             continue
         if (header.geometry, record.window) != (identity.geometry, identity.window):
-            other.append(header)
+            other.append(_lightened(header))
             found.torn += 1
             continue
         if record.span_id not in shard.spans:
@@ -212,7 +216,7 @@ def _ours(
         if wrong or wrong_record(record, identity.geometry, identity.window):
             found.torn += 1
         else:
-            ours.append(header)
+            ours.append(_lightened(header))
     if other and not ours and not n_strange:  # a header has a checksum, that file has none
         its, theirs = (
             f"store {uuid.hex()[:8]}…, {geometry} in windows of {window}"
@@ -232,6 +236,12 @@ def _ours(
             "folder that was renamed its name back and rebuild again, or delete a copy"
         )
     return ours
+
+
+def _lightened(header: SpanHeader) -> SpanHeader:
+    """Without what is read again as rows are verified: of a full shard's headers that would take
+    gigabytes."""
+    return replace(header, sums=_NO_SUMS, importance=None, order=None)
 
 
 def _resolved(
@@ -261,7 +271,7 @@ def _resolved(
             is_cut = any(e.off + e.length > space.sizes.get(e.segment, 0) for e in extents)
             if names & taken or not (is_cut or _claimed(space, extents)):
                 found.superseded += 1
-            elif not is_cut and _rows_match(header, ssd, pool, buffers):
+            elif not is_cut and _rows_match(record, ssd, pool, buffers):
                 taken |= names
                 sound.append(header)
             else:
@@ -285,7 +295,22 @@ def _claimed(space: Space, extents: Sequence[Extent]) -> bool:
     return True
 
 
-def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferPool) -> bool:
+def _rows_match(record: SpanRecord, ssd: SsdTier, pool: IoPool, buffers: BufferPool) -> bool:
+    """Whether its header still reads back, and every piece of its rows. Raises StoreFailed where a
+    read says nothing of that."""
+    try:
+        found = list[SpanHeader]()
+        _done(pool, [lambda: found.append(read_header(ssd, record))])
+        _read_rows(found[0], ssd, pool, buffers)
+    except MediumError as err:
+        if err.harmless:
+            raise StoreFailed(f"rebuild: {err}") from None
+        return False
+    return True
+
+
+def _read_rows(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferPool) -> None:
+    """Read all of a span. Raises MediumError, StoreFailed."""
     layout = header.layout
     for layer in range(layout.n_layers):
         for plane, shape in enumerate(layout.planes):
@@ -295,17 +320,15 @@ def _rows_match(header: SpanHeader, ssd: SsdTier, pool: IoPool, buffers: BufferP
                 buffer = buffers.acquire(count * shape.chunk_bytes)
                 assert buffer is not None, "the pool has no budget"
                 read = header.read_of(layer, plane, first, buffer.array)
-                tasks = [partial(ssd.read, part) for part in slices([read], _SLICE_BYTES)]
                 try:
-                    if not pool.submit(Lane.DEMAND, tasks).wait(_TIMEOUT_S):
-                        raise StoreFailed(f"rebuild: a read took more than {_TIMEOUT_S:g} s")
-                except MediumError as err:
-                    if err.harmless:
-                        raise StoreFailed(f"rebuild: {err}") from None  # says nothing of the rows
-                    return False
+                    _done(pool, [partial(ssd.read, p) for p in slices([read], _SLICE_BYTES)])
                 finally:
                     buffer.release()
-    return True
+
+
+def _done(pool: IoPool, tasks: Sequence[Callable[[], None]]) -> None:
+    if not pool.submit(Lane.DEMAND, tasks).wait(_TIMEOUT_S):
+        raise StoreFailed(f"rebuild: a read took more than {_TIMEOUT_S:g} s")
 
 
 # ---- install ---------------------------------------------------------------------------------
