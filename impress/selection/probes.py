@@ -205,7 +205,8 @@ class LowBit:
         """[n_kv, r, TURNS]."""
         module, dim = torch_module(), rows.shape[-1]
         turns = turns_of(dim) if self.turns else np.zeros((TURNS, dim), dtype=np.float32)
-        return rows @ module.tensor(turns, device=rows.device).t()
+        added: torch.Tensor = rows @ module.tensor(turns, device=rows.device).t()
+        return added
 
 
 def _take_off(scores: torch.Tensor, added: torch.Tensor, scales: torch.Tensor) -> None:
@@ -213,8 +214,10 @@ def _take_off(scores: torch.Tensor, added: torch.Tensor, scales: torch.Tensor) -
     their number, times scales [..., n]."""
     n, rest, by = scores.shape[-1], scores.shape[-1] % TURNS, scales.unsqueeze(-2)
     if n > rest:
-        whole = [part[..., : n - rest].unflatten(-1, (-1, TURNS)) for part in (scores, by)]
-        whole[0].addcmul_(added.unsqueeze(-2), whole[1], value=-1)
+        in_turn, by_turn = (
+            part[..., : n - rest].view(*part.shape[:-1], -1, TURNS) for part in (scores, by)
+        )
+        in_turn.addcmul_(added.unsqueeze(-2), by_turn, value=-1)
     if rest:
         scores[..., n - rest :].addcmul_(added[..., :rest], by[..., n - rest :], value=-1)
 
