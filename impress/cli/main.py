@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -30,6 +30,10 @@ from impress.terminal import line_of
 
 #: Typer's base class of every complaint about arguments; it exports only subclasses of it.
 _WRONG_USE: Final[type[Exception]] = typer.BadParameter.__mro__[1]
+
+#: What `vllm-config` prints if it fails. A shell passes on what "$(impress vllm-config …)" printed
+#: all the same: nothing would mean no connector to vLLM, and no input to jq; this both refuse.
+_NO_JSON: Final = b"impress-vllm-config-failed\n"
 
 app = typer.Typer(
     name="impress",
@@ -83,6 +87,16 @@ for command in _COMMANDS:
 
 def run() -> None:
     """Entry point of the console script. Ends the process."""
+    try:
+        _run()
+    except SystemExit as end:
+        if end.code and _called() == " vllm-config":
+            with suppress(OSError):
+                os.write(1, _NO_JSON)
+        raise
+
+
+def _run() -> None:
     _fill_closed()
     if isinstance(sys.stdout, TextIOWrapper):  # Latin-1 has no dash; stderr escapes by itself
         sys.stdout.reconfigure(errors="replace")

@@ -43,11 +43,11 @@ def vllm_config(
 ) -> None:
     """Print a working **--kv-transfer-config** for vLLM: one line of JSON.
 
-    On the CPU: python -m vllm.entrypoints.openai.api_server --model MODEL --kv-transfer-config
-    "$(impress vllm-config --store DIR)"
+    On the CPU: CONFIG=$(impress vllm-config --store DIR) && python -m
+    vllm.entrypoints.openai.api_server --model MODEL --kv-transfer-config "$CONFIG"
 
-    On CUDA: VLLM_USE_V2_MODEL_RUNNER=0 vllm serve MODEL --attention-backend FLASH_ATTN
-    --no-async-scheduling --kv-transfer-config "$(impress vllm-config --store DIR)"
+    On CUDA: CONFIG=$(impress vllm-config --store DIR) && VLLM_USE_V2_MODEL_RUNNER=0 vllm serve
+    MODEL --attention-backend FLASH_ATTN --no-async-scheduling --kv-transfer-config "$CONFIG"
     (docs/VLLM.md, "On CUDA": not yet run)
     """
     where = in_full(store_dir(store))  # the server may run in another directory
