@@ -694,6 +694,22 @@ def test_settings_of_a_class_and_functions_are_settings(make):
     assert " at 0x" not in name_of(make(1))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["__annotate_func__", "__annotate__", "__annotations_cache__", "__conditional_annotations__"],
+)
+def test_what_annotations_leave_in_a_class_is_not_in_its_name(name):
+    """From Python 3.14 on, it is a function around the class's own namespace, which has that
+    function in it: a policy had another name at each start, and its trust was gone."""
+
+    def named(annotation):
+        body = {"name": "mine"}
+        body[name] = lambda form: (body, annotation)
+        return name_of(type("Mine", (), body)())
+
+    assert named(1) == named(1) == named(2)
+
+
 def test_a_functions_sets_are_told_in_one_order():
     """A set that a function looks in is a constant of its code, in an order of that process."""
     code = (

@@ -37,6 +37,11 @@ from impress.values import STDLIB, kept_in, uncompiled_call
 #: Packages whose classes' methods are left out: they have a version, or are counted by RULES.
 _NOT_THEIRS: Final = {"impress", *STDLIB}
 _SLOTS: Final = (GetSetDescriptorType, MemberDescriptorType)
+#: Where Python keeps a class's annotations, from 3.14 on as a function around all of the class's
+#: namespace, itself included, which could not be told. No rows are chosen by them.
+_ANNOTATIONS: Final = {
+    "__annotate_func__", "__annotate__", "__annotations_cache__", "__conditional_annotations__",
+}  # fmt: skip
 
 
 def name_of(policy: Any) -> str:
@@ -103,6 +108,7 @@ def _methods(kind: type) -> list[str]:
             for name, value in sorted(vars(base).items())
             if (callable(value) or hasattr(type(value), "__get__"))
             and not isinstance(value, _SLOTS)
+            and name not in _ANNOTATIONS
         ]
         found += lines(does)
     return found
