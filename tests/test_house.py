@@ -74,3 +74,10 @@ def test_what_a_document_points_to_is_there(page: Path) -> None:
     for module in re.findall(r"python3? -m ((?:experiments|tests)[\w.]*\w)", text):
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
+
+
+def test_the_index_of_decisions_lists_them_all_in_order() -> None:
+    """It ended before the last one."""
+    folder = ROOT / "docs/decisions"
+    listed = re.findall(r"^- \[.*\]\((\d{4}-[^)]+)\)$", (folder / "README.md").read_text(), re.M)
+    assert listed == sorted(page.name for page in folder.glob("0*.md"))
