@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import hypothesis
@@ -30,6 +31,7 @@ from tiers.base import Extent
 Found = TypeVar("Found")
 
 MIB = 1 << 20
+SERVICE = 65534  # a user who is not root
 SMALL = {"segment_bytes": MIB, "write_buffer_bytes": 8 * MIB, "dram_bytes": 4 * MIB}
 
 # Tensors here are so small that torch's threads, here and in children, spend their time waiting for
@@ -173,6 +175,30 @@ def said_by_a_child(call: Callable[[], object], limit_s: int = 20) -> str:
     said = os.read(came, 4096).decode()
     os.close(came)
     return said if status == 0 else f"ended by {status}: {said}"
+
+
+def as_the_service() -> None:
+    """In a child: go on as a user whom permissions bind, also where tests run as root. What that
+    user may not read (this Python, say) has to be imported before."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(SERVICE)
+        os.setuid(SERVICE)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that the service can reach, too: pytest's are only for the user who runs it."""
+
+    def reached() -> None:
+        as_the_service()
+        list(Path(made).iterdir())
+
+    with TemporaryDirectory(prefix="impress-place-") as made:
+        Path(made).chmod(0o755)
+        if (said := said_by_a_child(reached)) != "returned":
+            pytest.skip(f"another user cannot reach {made}: {said}")
+        yield Path(made)
 
 
 def prompt(n: int, seed: int = 0) -> np.ndarray:

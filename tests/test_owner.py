@@ -9,12 +9,11 @@ import os
 import pwd
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from conftest import assert_serves, prompt, put_prompt, said_by_a_child
+from conftest import SERVICE, assert_serves, prompt, put_prompt, said_by_a_child
 from console import assert_refused, run, run_json, two_prompts
 
 import impress
@@ -26,7 +25,6 @@ from impress.upkeep.rebuild import rebuild_store
 from impress.write.env import compact
 
 Open = Callable[..., impress.PrefixStore]
-SERVICE = 65534
 UNKNOWN = 54321  # a container's user, say
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 
@@ -51,16 +49,6 @@ def service_may(*command: str) -> bool:
     except OSError:
         return False
     return done.returncode == 0
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A folder that the service can reach, too: pytest's are only for the user who runs it."""
-    with TemporaryDirectory(prefix="impress-owner-") as made:
-        Path(made).chmod(0o755)
-        if not service_may("ls", made):
-            pytest.skip(f"another user cannot reach {made}")
-        yield Path(made)
 
 
 @root_only
