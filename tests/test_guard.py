@@ -663,6 +663,46 @@ def test_a_policy_that_is_no_dataclass_is_named_by_its_settings_too(make):
     assert len(keys) == 2
 
 
+class Ready(Page):
+    """A policy, an identifier or a codec that computes its size once it is asked for it."""
+
+    name = "ready"
+
+    def __call__(self, policy, asked):
+        return self.size[0]
+
+
+def _as_policy(ready: Ready) -> object:
+    return ready
+
+
+def _as_identifier(ready: Ready) -> object:
+    class Mine:
+        name = "mine"
+
+    select.register(Mine, ready)
+    return Mine()
+
+
+def _as_codec(ready: Ready) -> object:
+    class Mine:
+        name, probe = "mine", "ready"
+
+    probes._CODECS["ready"] = ready
+    return Mine()
+
+
+@pytest.mark.parametrize("make", [_as_policy, _as_identifier, _as_codec])
+@pytest.mark.usefixtures("forget")
+def test_what_is_computed_when_asked_for_is_no_setting(make):
+    """Once a `cached_property` of it had been used, a policy had another name, and no trust."""
+    ready = Ready(3)
+    policy = make(ready)
+    before = name_of(policy)
+    assert len(ready.size) == 3 and "size" in vars(ready)
+    assert name_of(policy) == before != name_of(make(Ready(4)))
+
+
 def _of_class(keep: object) -> object:
     class Mine:
         name = "mine"

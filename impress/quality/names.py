@@ -21,12 +21,12 @@ from impress.errors import ImpressError
 from impress.quality.told import (
     as_far_as,
     hidden,
+    kept_by,
     lines,
     made_of,
     meeting,
     of_met,
     shown,
-    state_of,
     told,
     unlike_all,
 )  # fmt: skip
@@ -61,7 +61,7 @@ def _settings(policy: Any) -> str:
             said = made_of(policy, shown(policy))  # whatever repr its class has
         else:
             # A class that is no dataclass may have a base's repr, which lacks its own settings.
-            settings = (f" {name}={told(value)}" for name, value in state_of(policy))
+            settings = (f" {name}={told(value)}" for name, value in kept_by(policy))
             said = f"{kind.__qualname__} {policy.name}{''.join(settings)}"
         if kind.__module__ == built_in.__name__:
             return said
@@ -93,7 +93,7 @@ def _whole(value: Any) -> list[str]:
     is_class = isinstance(value, type)
     kind = value if is_class else type(value)
     inner = _whole(value.func) if isinstance(value, partial) else []
-    own = [] if is_class or isinstance(value, FunctionType) else state_of(value)
+    own = [] if is_class or isinstance(value, FunctionType) else kept_by(value)
     return [*inner, as_far_as(value), *lines(own), *_methods(kind)]
 
 

@@ -119,11 +119,11 @@ def hidden(value: Any) -> list[tuple[str, Any]]:
     it has set itself beside them. Not what is computed only when asked for."""
     apart = {field.name for field in fields(value) if field.repr or field.init}
     state = {field.name: getattr(value, field.name, None) for field in fields(value)}
-    state |= dict(_kept(value))
+    state |= dict(kept_by(value))
     return sorted((name, state[name]) for name in state.keys() - apart)
 
 
-def _kept(value: Any) -> list[tuple[str, Any]]:
+def kept_by(value: Any) -> list[tuple[str, Any]]:
     """What an object keeps, except for what is computed only when asked for."""
     lazy = {name for kind in type(value).__mro__ for name, of in vars(kind).items()
             if isinstance(of, cached_property)}  # fmt: skip
@@ -190,7 +190,7 @@ def told(value: Any) -> str:
 def _with_kept(said: str, value: Any) -> str:
     """As said, and what the value keeps beside that. An array in a file has been told by its rows,
     wherever that lies."""
-    kept = _unmarked(dict(_kept(value)))
+    kept = _unmarked(dict(kept_by(value)))
     if isinstance(value, np.memmap):
         kept = {name: each for name, each in kept.items() if name not in _OF_FILE}
     return f"{said} {told(kept)}" if kept else said
@@ -276,7 +276,7 @@ def _beside(module: Any) -> dict[str, Any]:
         again = _AGAIN if isinstance(one, torch.nn.RNNBase) else set[str]()
         plain = {
             name: each
-            for name, each in _kept(one)
+            for name, each in kept_by(one)
             if name not in torchs | again and not name.startswith("_torchdynamo_")
         }
         found |= {f"{where}.{name}": each for name, each in {**plain, **buffers}.items()}
@@ -300,7 +300,7 @@ def _of(value: Any) -> list[tuple[str | None, Any]]:
     kind = type(value)
     if _is_dataclass(value):
         return [*shown(value), *hidden(value)]
-    beside: list[tuple[str | None, Any]] = [] if kind in _HOLD else list(_kept(value))
+    beside: list[tuple[str | None, Any]] = [] if kind in _HOLD else list(kept_by(value))
     beside += [(name, getattr(value, name)) for name in ("default_factory", "maxlen")
                if isinstance(value, defaultdict | deque) and hasattr(value, name)]  # fmt: skip
     if isinstance(value, Mapping):
