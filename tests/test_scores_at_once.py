@@ -8,7 +8,7 @@ import torch
 
 from impress.selection import probes, scores
 from impress.selection.probes import codec_of
-from impress.selection.scores import column_sums, key_scores
+from impress.selection.scores import column_sums, key_scores, suffix_lse_of, true_missing_mass
 from impress.types import Geometry
 
 N = 192
@@ -63,6 +63,37 @@ def test_heads_at_once_choose_as_one_after_the_other(
     assert asked and got.shape == want.shape
     most = 1e-4 if geometry.dtype == "float32" and "int" not in codec else 3e-2
     assert np.abs(got - want).max() <= most * want.max()
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("codec", ["", "int4-v2", "pages16-v1"])
+def test_heads_at_once_are_not_rounded_under_autocast(
+    codec: str, on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What new tokens weigh was made of scores rounded to 16 bits, and nothing said so."""
+    geometry = Geometry(1, 8, 4, 32, "float32")
+    keys, query, lse = (each.to(on) for each in made(geometry))
+    records = codec_of(codec).encode(keys.cpu(), geometry) if codec else None
+    for module in (scores, probes):
+        monkeypatch.setattr(module, "heads_at_once", lambda device, n_scores: 2)
+
+    def score(rows: torch.Tensor):
+        if records is not None:
+            return codec_of(codec).score(records, rows, geometry, 0.17)
+        return key_scores(rows, keys, 0.17, 2)
+
+    def told() -> list[np.ndarray]:
+        positions = range(N // 2)
+        return [
+            column_sums(score, query, lse),
+            suffix_lse_of(query, keys, 0.17).cpu().numpy(),
+            true_missing_mass(query, keys, 0.17, lse, positions),
+        ]
+
+    want = told()
+    with torch.autocast(on, dtype=torch.bfloat16):
+        got = told()
+    assert all(map(np.array_equal, want, got))
 
 
 def test_how_many_heads_fit() -> None:

@@ -152,6 +152,19 @@ def test_suffix_lse_of_another_dtype_chooses_the_same_rows(
         assert found[0] is not None and found[0] == found[1]
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_under_autocast_the_same_rows_are_chosen(open_store: Open, policy: Policy) -> None:
+    """It rounded what scores are made of, and column sums came in a type that NumPy has not."""
+    store = open_store(SHAPES["padded"], probes=("heads3-v1", "int4-v2", "pages16-v1"))
+    fill(store)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        want, _ = retrieve_all(lease, policy)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got, _ = retrieve_all(lease, policy)
+    for had, has in zip(want, got, strict=True):
+        assert all(map(torch.equal, had, has))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_keys_that_were_all_read_come_as_they_were_read_to_who_asks_so(
     open_store: Open, shape: str
