@@ -564,8 +564,8 @@ def test_a_sketch_owns_up_to_the_keys_it_knows_less_well(
         true.append(left_out.mean())
         worst_told.append(got.missing_mass_worst_head)
         worst_true.append(left_out.max())
-    assert np.mean(true) <= np.mean(told) <= 0.05, (true, told)
-    assert np.mean(worst_true) <= np.mean(worst_told), (worst_true, worst_told)
+    assert np.mean(told) <= 0.05 and np.mean(true) <= np.mean(told) + 1e-5, (true, told)
+    assert np.mean(worst_true) <= np.mean(worst_told) + 1e-5, (worst_true, worst_told)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2])  # of the weight, that the prefix has

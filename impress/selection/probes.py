@@ -196,10 +196,11 @@ class LowBit:
     def _error(self) -> float:
         """Variance of a dimension, in units of scale², as it is made up for.
 
-        With `turns` twice what it is: tokens that come out heavy do so for their error, too, and
-        make all others look lighter. Without them the heavy ones' largest values are exact.
+        With `turns` twice what it is, except at 2 bits, where it is large: tokens that come out
+        heavy do so for their error, too, which makes all others look lighter. Without, what is
+        largest comes back exactly.
         """
-        return ERROR_OF_BITS[self.bits] * (2 if self.turns else 1)
+        return ERROR_OF_BITS[self.bits] * (2 if self.turns and self.bits > 2 else 1)
 
     def _added(self, rows: torch.Tensor) -> torch.Tensor:
         """[n_kv, r, TURNS]."""
