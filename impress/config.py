@@ -45,7 +45,8 @@ class Config(BaseModel):
     """Most bytes of segments on disk in this process's shard, at least `segment_bytes`. None: as
     much as the file system gives."""
     disk_high: float = Field(default=0.95, gt=0, le=1)
-    """Share of disk_bytes above which spans are evicted in the background."""
+    """Share of disk_bytes above which spans are evicted in the background. What is larger than that
+    alone is refused."""
     disk_low: float = Field(default=0.90, gt=0, le=1)
     """Share of disk_bytes they are evicted down to, so that storing seldom has to wait for room."""
     segment_bytes: int = Field(default=256 * MIB, ge=MIB, le=MOST_BYTES)

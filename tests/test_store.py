@@ -294,7 +294,7 @@ def test_more_than_the_disk_is_refused_and_its_space_freed(
 ) -> None:
     store = open_store(geometry, disk_bytes=2 * MIB)
     stored = put_prompt(store, prompt(1024))
-    assert stored.refused == "disk full" and not stored.wait(60)
+    assert stored.refused.endswith("raise disk_bytes") and not stored.wait(60)
     assert store.stats()["refused"] == {"disk_full": 1}
     assert put_prompt(store, prompt(128)).wait(60)
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import struct
@@ -359,6 +360,48 @@ def test_a_prompt_that_can_never_fit_takes_nothing_with_it(
     for seed in range(3, 12):
         assert put_prompt(store, prompt(128, seed)).wait(60)
     assert store.stats()["evicted_spans"] > 0
+    sound(store)
+
+
+def test_after_the_limit_is_lowered_a_larger_prompt_takes_nothing_with_it(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """Segments of the old limit had room for it: the commit after it evicted everything else, and
+    the next one the prompt itself."""
+    with open_store(geometry, window=WINDOW) as store:
+        for seed in range(24):
+            assert put_prompt(store, prompt(64, seed)).wait(60)
+    store = open_store(geometry, window=WINDOW, disk_bytes=2 * MIB)
+    assert put_prompt(store, prompt(64, 30)).wait(60)
+    store.flush()
+    n_evicted, free = store.stats()["evicted_spans"], store.ssd.usage().free
+    assert free > 3 * MIB
+    assert put_prompt(store, prompt(640, 31)).refused.startswith("disk full: ")
+    assert put_prompt(store, prompt(16, 32)).wait(60)
+    store.flush()
+    assert store.stats()["evicted_spans"] == n_evicted and store.lookup(prompt(64, 30)) == 64
+    sound(store)
+
+
+def test_what_could_not_stay_below_the_high_mark_takes_nothing_with_it(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """A prompt between `disk_high` and all of `disk_bytes` emptied the store, became READY, and
+    went with the next commit, each time; and so did one that was this long with what is before."""
+    store = open_store(geometry, window=WINDOW, disk_bytes=4 * MIB, disk_high=0.75, disk_low=0.5)
+    first = prompt(384, 1)  # 4 KiB a token
+    assert put_prompt(store, first).wait(60) and put_prompt(store, prompt(64, 2)).wait(60)
+    for tokens in (prompt(832, 3), np.concatenate([first, prompt(416, 4)])):
+        refused = put_prompt(store, tokens).refused
+        assert re.fullmatch(
+            r"disk full: \d+ bytes, .* disk_high \* disk_bytes = 3145728; .*", refused
+        )
+    assert store.stats()["refused"] == {"disk_full": 2}
+    assert store.lookup(first) == 384 and store.lookup(prompt(64, 2)) == 64
+    assert store.stats()["evicted_spans"] == 0
+    assert put_prompt(store, prompt(704, 5)).wait(60)
+    store.flush()
+    assert_serves(store, prompt(704, 5), 704)
     sound(store)
 
 

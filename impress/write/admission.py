@@ -197,6 +197,11 @@ class Admission:
             if header <= ssd.segment_bytes:
                 why += ", or, where that was done, disk_bytes: there is no room for one so large"
             return f"segments too small: {why}"
+        # Also where it finds room, in segments of a larger limit: later commits would evict it.
+        wanted, most = n_bytes + stay_bytes, home.leaving.most_bytes
+        if most is not None and wanted > most:
+            why = f"{wanted} bytes, with what they hang from, are more than disk_high * disk_bytes"
+            return f"disk full: {why} = {most}; raise disk_bytes"
         refused = home.health.refusal(layout.data_bytes)
         if refused:
             return refused

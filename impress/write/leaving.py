@@ -239,12 +239,18 @@ class Leaving:
         if undone := self.committer.delete_now([], COMMIT_TIMEOUT_S):
             raise StoreFailed(f"{self._path}: purged, but not all is noted: {undone}; purge again")
 
+    @property
+    def most_bytes(self) -> int | None:
+        """Most that can stay, up to the high watermark; None: home has no limit."""
+        capacity = self._ssd.capacity_bytes
+        return None if capacity is None else int(self._config.disk_high * capacity)
+
     def could_hold(self, n_bytes: int) -> bool:
-        """Whether so much would fit if all else went: within home's limit, or what a full file
-        system has given it."""
-        ssd, capacity = self._ssd, self._ssd.capacity_bytes
+        """Whether so much would fit, and stay, if all else went: below home's high watermark, and
+        within what a full file system has given it."""
+        ssd, most = self._ssd, self.most_bytes
         too_much = bool(ssd.no_room) and n_bytes > ssd.usage().total
-        return not too_much and (capacity is None or n_bytes <= capacity)
+        return not too_much and (most is None or n_bytes <= most)
 
     def reserve(
         self, n_bytes: int, whole: int = 0, least: int | None = None, stay_bytes: int = 0
