@@ -356,9 +356,9 @@ def test_a_purge_reaches_room_for_a_header_whose_rows_found_none(
     leaving = store._home.leaving
     reserve = leaving.reserve
 
-    def in_vain(n_bytes: int, whole: int, least: int | None, *stay: int) -> Slot | None:
+    def in_vain(n_bytes: int, whole: int, least: int | None) -> Slot | None:
         if least is not None:
-            return reserve(n_bytes, whole, least, *stay)
+            return reserve(n_bytes, whole, least)
         # While the store waits for room for its rows.
         assert elsewhere(lambda: store.purge("hers")) == (0, 0)
         return None

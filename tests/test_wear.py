@@ -405,6 +405,65 @@ def test_what_could_not_stay_below_the_high_mark_takes_nothing_with_it(
     sound(store)
 
 
+@pytest.mark.parametrize("beside", ["a lease", "a store under way"])
+@pytest.mark.parametrize("limit", ["disk_bytes", "a full file system"])
+def test_a_prompt_that_does_not_fit_beside_what_stays_takes_nothing_with_it(
+    open_store: Open, geometry: impress.Geometry, room: list[int], beside: str, limit: str
+) -> None:
+    """All that could go was evicted for it, in vain, and with `disk_bytes` once more each time it
+    was tried."""
+    room[0] = 99 if limit == "disk_bytes" else 4
+    config = {"disk_bytes": 4 * MIB} if limit == "disk_bytes" else {}
+    store = open_store(geometry, window=WINDOW, dram_bytes=0, disk_high=1, disk_low=1, **config)
+    with ExitStack() as stack:
+        if beside == "a lease":
+            assert put_prompt(store, prompt(512, 1)).wait(60)
+            stack.enter_context(store.lease(prompt(512, 1)))
+        else:
+            writer = store.writer(prompt(512, 1))
+            stack.callback(writer.close, keep=False)
+        for seed in range(2, 9):
+            assert put_prompt(store, prompt(64, seed)).wait(60)
+        for _ in range(2):
+            assert put_prompt(store, prompt(512, 9)).refused.startswith(("disk full", "read-only"))
+        assert store.stats()["evicted_spans"] == 0
+        assert put_prompt(store, prompt(128, 10)).wait(60)  # there is something to evict for it
+        assert store.stats()["evicted_spans"] > 0
+    sound(store)
+
+
+def test_a_store_that_has_ended_makes_room_once_it_is_committed(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it counts as under way, which nothing can be evicted of."""
+    store = open_store(
+        geometry, window=WINDOW, dram_bytes=0, disk_bytes=4 * MIB, disk_high=1, disk_low=1
+    )
+    committer, asked = store._home.committer, threading.Event()
+    assert committer is not None
+    sync, barrier = SsdTier.sync, committer.barrier
+
+    def held_up(ssd: SsdTier, slots: Any) -> None:
+        assert asked.wait(60)
+        sync(ssd, slots)
+
+    def on_time(timeout_s: float) -> bool:
+        asked.set()
+        return barrier(timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SsdTier, "sync", held_up)
+        patch.setattr(committer, "barrier", on_time)
+        first = put_prompt(store, prompt(512, 1))
+        try:
+            second = put_prompt(store, prompt(512, 2))
+        finally:
+            asked.set()
+    assert first.wait(60) and second.wait(60)
+    assert store.lookup(prompt(512, 1)) == 0 and store.lookup(prompt(512, 2)) == 512
+    sound(store)
+
+
 def full_of_short_ones(store: impress.PrefixStore, order: Callable[[int], Any]) -> int:
     """Fills 8 MiB with one-window prompts, side by side, which go in this order; returns a size."""
     n = 0
@@ -482,6 +541,7 @@ def test_a_prompt_without_room_keeps_out_none_that_has_it_and_drives_none_out(
     with ExitStack() as leases:
         for seed in range(5):
             leases.enter_context(store.lease(prompt(128, seed)))
+        assert store._home.leaving.evict(3 * MIB) > 0
         assert put_prompt(store, large).refused.startswith("read-only")
         for seed in range(20, 24):  # there is room for these
             assert put_prompt(store, prompt(128, seed)).wait(60)

@@ -162,6 +162,11 @@ class Catalog:
             for span in [span for span in self._gone if span in self.own]:
                 self._forget(span, free)
 
+    def pinned_bytes(self) -> int:
+        """Bytes of own spans that somebody holds, in the tree or out of it."""
+        held = self._decoded(lambda: (span for span in self._pins if span in self.own))
+        return sum(record.owned_bytes for record in held)
+
     # ---- a repack -------------------------------------------------------------------------
 
     def hold_span(self, span: int, held: list[Held]) -> list[View]:

@@ -51,6 +51,7 @@ class Admission:
         # Space reserved, not yet READY or given back.
         self._drafts: dict[int, tuple[Draft, Stored]] = {}
         home.leaving.refuse = self._refuse
+        home.leaving.drafts = self.drafts
 
     def writer(
         self, root: bytes, labels: bytes, tokens: Tokens, start: int, wait_s: float
@@ -209,7 +210,7 @@ class Admission:
             return "daily write budget"
         reserved = list[Slot]()
         try:
-            if self._reserve_each(header, layout.data_bytes, sizes, stay_bytes, reserved):
+            if self._reserve_each(header, layout.data_bytes, sizes, reserved):
                 home.health.found_room(layout.data_bytes)
                 if home.budget.is_due:
                     self._committer.save_wear(COMMIT_TIMEOUT_S)
@@ -229,15 +230,14 @@ class Admission:
         return refused or ": ".join(filter(None, ("disk full", ssd.no_room)))
 
     def _reserve_each(
-        self, header: int, data: int, sizes: tuple[int, int, int, int], stay_bytes: int,
-        reserved: list[Slot],
-    ) -> bool:  # fmt: skip
+        self, header: int, data: int, sizes: tuple[int, int, int, int], reserved: list[Slot]
+    ) -> bool:
         """Room for a header and for rows, in `reserved`, where what was found of it is put as it
         is. The header first: it lies in one extent, for scans, and rows take what holes there are.
         """
         reserve, ssd = self._home.leaving.reserve, self._media.ssd
         for n_bytes, least in ((header, header), (data, None)):
-            slot = reserve(n_bytes, header + data, least, stay_bytes)
+            slot = reserve(n_bytes, header + data, least)
             if slot is None:
                 return False
             reserved.append(slot)
@@ -246,7 +246,7 @@ class Admission:
         needed = meta_bytes(len(slot.parts), *sizes)
         rest = at._replace(off=at.off + needed, length=at.length - needed)
         if rest.length < 0:  # rows in very small parts, of which it tells
-            larger = reserve(needed, header + data, needed, stay_bytes)
+            larger = reserve(needed, header + data, needed)
             if larger is None:
                 return False
             reserved[:] = [meta, larger, slot]

@@ -61,6 +61,7 @@ class Leaving:
         self.before_evict: Callable[[], None] = lambda: None  # makes more evictable
         self.copies_bytes: Callable[[], int] = lambda: 0  # of repacks, under way
         self.cut_off: Callable[[], list[SpanRecord]] = list  # of these, what a purge has to erase
+        self.drafts: Callable[[], list[SpanRecord]] = list  # stores under way
         # For a purge: records of stores under way, which may write where evicted rows lie.
         self.refuse: Callable[[Wanted], list[SpanRecord]] = lambda wanted: []
         self.purging: list[Wanted] = []
@@ -252,20 +253,34 @@ class Leaving:
         too_much = bool(ssd.no_room) and n_bytes > ssd.usage().total
         return not too_much and (most is None or n_bytes <= most)
 
-    def reserve(
-        self, n_bytes: int, whole: int = 0, least: int | None = None, stay_bytes: int = 0
-    ) -> Slot | None:
+    def _fits(self, n_bytes: int) -> bool:
+        """Whether so much would fit if all went that can go: not what is leased or under way."""
+        self.before_evict()
+        under_way = self.drafts()  # first: one may become READY meanwhile
+        if self.could_hold(n_bytes + self._staying_bytes()):
+            return True
+        if self.committer is None or not under_way or not self.could_hold(n_bytes):
+            return False
+        # Of stores under way, those that have ended can go as soon as they are committed.
+        done = self.committer.barrier(COMMIT_TIMEOUT_S)
+        return done and self.could_hold(n_bytes + self._staying_bytes())
+
+    def _staying_bytes(self) -> int:
+        drafts = (draft for draft in self.drafts() if not self._catalog.knows(draft.span_id))
+        return self._catalog.pinned_bytes() + sum(draft.owned_bytes for draft in drafts)
+
+    def reserve(self, n_bytes: int, whole: int = 0, least: int | None = None) -> Slot | None:
         """Space at home, in parts of at least `least` bytes (None: SMALL_PART); None: no room.
 
         Where there is none, spans on their way out are waited for, then spans are evicted for what
-        is missing. `whole`: bytes of the store this is for; nothing is evicted for one that would
-        not fit if all else went but `stay_bytes`, which it hangs from. Where evicted spans leave
-        only holes that are too small, more go: of about n_bytes + `whole` at most. Raises
-        MediumError.
+        is missing. `whole`: bytes of the store this is for (0: of none); nothing is evicted for one
+        that would not fit beside what is leased, what it hangs from included, or under way. Where
+        evicted spans leave only holes that are too small, more go: of about n_bytes + `whole` at
+        most. Raises MediumError, StoreFailed.
         """
         least = SMALL_PART if least is None else least
         slot = self._ssd.reserve(n_bytes, least)
-        if slot is not None or not self.could_hold(whole + stay_bytes):
+        if slot is not None or (whole and not self._fits(whole)):
             return slot
         if not self._ssd.in_one(least) or (self._ssd.no_room and least > self._ssd.largest_bytes):
             return None
