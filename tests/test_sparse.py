@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -258,6 +259,38 @@ def test_all_keys_of_packed_prefixes_come_as_they_lie_to_who_asks_so(
                     assert torch.equal(k, keys[layer][:, rows])
     assert store._pool.idle(60) and store.buffers.used_bytes == 0
     store.check()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        AllHeads(keep=0.2),
+        Contiguous(keep=0.2, period=2),
+        Paper(keep=0.2, alpha=0.0, fallback="heads"),
+    ],
+    ids=lambda p: p.name,
+)
+def test_the_same_rows_are_chosen_by_keys_that_come_as_they_lie(
+    open_store: Open, policy: Policy
+) -> None:
+    """Where a key lay was taken for its position: other rows were chosen, and nothing said so."""
+    store = open_store(SHAPES["gqa"], probes=("heads3-v1",), dram_bytes=0)
+    keys, values = kv(store.geometry)
+    worth = np.random.default_rng(5).random((store.geometry.n_layers, N_TOKENS), dtype=np.float32)
+    store.store(prompt(N_TOKENS), keys, values, importance=worth).wait(60)
+    with store.lease(prompt(N_TOKENS)) as lease:
+        want, _ = retrieve_all(lease, policy)
+        for in_order, as_read in itertools.product((True, False), repeat=2):
+            with lease.session(policy, in_order=in_order) as session:
+                assert isinstance(session, SparseSession)
+                session.keys_as_read = as_read
+                for layer, (k, v, pos) in enumerate(want):
+                    query, lse = asked(store.geometry, layer)
+                    got = session.retrieve(layer, query, suffix_lse=lse)
+                    assert len(pos) < N_TOKENS and torch.equal(got[2], pos)
+                    assert torch.equal(got[1], v)
+                    assert as_read or torch.equal(got[0], k)
+                assert (session.key_rows is not None) == (as_read and not in_order)
 
 
 def test_without_memory_to_read_ahead_a_layer_is_read_in_its_turn(

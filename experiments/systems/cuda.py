@@ -59,7 +59,10 @@ def _(policy: OnDevice, asked: Asked) -> Selection:
         read_s += time.perf_counter() - since
         return keys
 
-    mine = replace(asked, all_keys=all_keys, importance=lambda: policy.importance[asked.layer])
+    mine = replace(
+        asked, all_keys=all_keys, key_rows=None,  # `up` puts them in order
+        importance=lambda: policy.importance[asked.layer],
+    )  # fmt: skip
     selection = select(policy.inner, mine)
     policy.spend(time.perf_counter() - begin - read_s)
     return selection

@@ -87,7 +87,8 @@ class SparseSession(Session):
         the host unless v is all rows, too; pos is of v's rows. For callers that scored them on a
         device and take chosen ones there."""
         self.key_rows: npt.NDArray[np.int64] | None = None
-        """Which row each of these is, where they may come as they lie: a policy chooses by it."""
+        """Which row each of these is, where they come as they lie: policies choose by it. None: in
+        order."""
         self._foresight = Foresight(reading, self._sources)
 
     def _sketch(self) -> tuple[ProbeCodec | None, int | None, Layers | None]:
@@ -290,6 +291,7 @@ class SparseSession(Session):
             lambda: self._importance.of(layer),
             self.chosen,
             self._from_keys,
+            lambda: self.key_rows,
         )
         try:
             wanted = select(self.policy, asked)

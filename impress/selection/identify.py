@@ -29,6 +29,7 @@ from impress.policy import (
     StaticH2O,
 )
 from impress.selection.choices import (
+    Positions,
     Selection,
     paper_choice,
     pooled,
@@ -60,9 +61,10 @@ class Asked:
     query [n_heads, q, head_dim] after RoPE; suffix_lse float32 [n_heads, q]. `records`: the probe
     codec's, uint8 [groups, probe_bytes] of the whole prefix, contiguous; `from_keys`: they are made
     from all keys, read for that. `all_keys` reads the keys [n_kv_heads, n_tokens, head_dim] of the
-    layer: the caller accounts for what it reads. `importance` reads what was given when the
-    prefix was stored, float32 [n_tokens]; ImpressError if nothing was. `earlier`: what was
-    chosen in this request's layers so far, by layer.
+    layer: the caller accounts for what it reads. `key_rows`, asked after it: int64 [n_tokens],
+    which row of the prefix each of these is, where they come as they lie; None: in order.
+    `importance` reads what was given when the prefix was stored, float32 [n_tokens]; ImpressError
+    if nothing was. `earlier`: what was chosen in this request's layers so far, by layer.
     """
 
     layer: int
@@ -79,6 +81,7 @@ class Asked:
     importance: Callable[[], Floats] | None = None
     earlier: Mapping[int, Selection] = field(default_factory=dict)
     from_keys: bool = False
+    key_rows: Callable[[], Positions | None] | None = None
 
     @property
     def heads_per_kv(self) -> int:
@@ -299,13 +302,17 @@ def _scorer(asked: Asked) -> Scorer:
 
 
 def _all_columns(asked: Asked, who: str) -> Floats:
-    """Column sums [n_heads, n] by the stored keys of all heads."""
+    """Column sums [n_heads, n] by the stored keys of all heads, in order wherever these lie."""
     query, suffix_lse = _seen(asked)
     if asked.all_keys is None:
         raise ImpressError(f"{who} needs the layer's keys")
     keys = asked.all_keys()  # in host memory, wherever the query is
     score = _on(keys, asked.scaling, asked.heads_per_kv)
-    return column_sums(score, query.to(keys.device), suffix_lse)
+    columns = column_sums(score, query.to(keys.device), suffix_lse)
+    rows = None if asked.key_rows is None else asked.key_rows()
+    if rows is not None:
+        columns[:, rows] = columns.copy()
+    return columns
 
 
 def _on(keys: torch.Tensor, scaling: float, heads_per_kv: int) -> Scorer:
