@@ -294,6 +294,25 @@ def test_memory_that_a_lost_layer_may_still_be_read_into_is_not_read_into_again(
         assert_in(out, 1, geometry)
 
 
+def test_a_read_that_the_end_of_the_lease_gave_up_is_not_called_late(
+    store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate
+) -> None:
+    """Where another thread released the lease, the next layer was lost because "a lost layer is
+    still being read", and was counted as late, though nothing was."""
+    outs = pairs(geometry)
+    lease = store.lease(prompt(N))
+    with lease.session() as session:
+        gate.shut = True
+        session.prefetch(outs)
+        assert gate.begun.wait(60)
+        lease.release()
+        with pytest.raises(ImpressError, match="its lease has ended") as said:
+            session.retrieve(0, None, out=outs[0])
+        assert not isinstance(said.value, impress.PrefixLost)
+        assert not any(store.stats()["lost"].values())
+        gate.opened.set()
+
+
 def test_closed_again_a_session_still_says_that_a_read_is_stuck(
     store: impress.PrefixStore, geometry: impress.Geometry, gate: Gate
 ) -> None:

@@ -232,10 +232,9 @@ class Session:
         out: as prefetch's outs, for this layer alone.
 
         query [n_heads, q, head_dim] after RoPE; scaling defaults to head_dim^-0.5; suffix_lse
-        float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next
-        retrieve or let_go, or close. Raises PrefixLost when the read failed, was short or late;
-        BadInput; ImpressError once the session is closed, or without a suffix_lse that the policy
-        needs.
+        float32 [n_heads, q]. Exact ignores all three. Valid until this layer's next retrieve or
+        let_go, or close. Raises PrefixLost when the read failed, was short or late; BadInput;
+        ImpressError once the session is closed, or without a suffix_lse that the policy needs.
         """
         torch = torch_module()
         check_layer(layer, self._r.geometry.n_layers, "retrieve")
@@ -373,6 +372,7 @@ class Session:
     def _check_free(self) -> None:
         """Check that nothing that was lost may still write to memory that is given again."""
         if any(ticket.given_up for ticket in self._begun.reads()):
+            self._lease.check_active()  # its end gives reads up, too: nothing is late then
             self._r.counters.add("lost/late")
             raise PrefixLost("late", "a lost layer is still being read into memory given here")
 
