@@ -1,5 +1,8 @@
 """Single flight: a second request for bytes on their way from home copies them from the first one.
 
+Only where both read the very same windows whole (`key_of`): what leases have in common is not cut
+out of reads of more or fewer windows, and chosen rows are not shared.
+
 The follower gets bytes of its own: copied when the first one's reads have ended, and verified as
 any read is. What does not match (the first one gave up, failed, or its owner wrote to its memory)
 is read from home after all, and so is what its owner has taken back. So nobody shares memory with a
