@@ -46,7 +46,7 @@ TOP: Final = 0.10
 BOUNDS: Final = (0.05, 0.1)
 N_DOCUMENTS: Final = {False: 12, True: 1}  # by `quick`
 FIT_DOCUMENTS: Final = 4  # of the split `calibration`: 4,096 tokens
-ENOUGH: Final = 0.9  # recall below which a codec is not called best
+ENOUGH: Final = 0.85  # recall below which a codec is not called best
 WIDE: Final = ((16, 16, 32), (16, 16, 64), (32, 32, 64), (32, 8, 64))  # heads, KV heads, head_dim
 N_WIDE: Final = 2048
 
