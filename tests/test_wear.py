@@ -464,6 +464,38 @@ def test_a_store_that_has_ended_makes_room_once_it_is_committed(
     sound(store)
 
 
+def test_where_what_has_ended_is_not_committed_home_is_read_only_not_full(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each store waited for a disk that hung, two and a half minutes, and was told it was full."""
+    store = open_store(
+        geometry, window=WINDOW, dram_bytes=0, disk_bytes=4 * MIB, disk_high=1, disk_low=1
+    )
+    committer, ends = store._home.committer, threading.Event()
+    assert committer is not None
+    sync, barrier, waits = SsdTier.sync, committer.barrier, []
+
+    def held_up(ssd: SsdTier, slots: Any) -> None:
+        assert ends.wait(60)
+        sync(ssd, slots)
+
+    def impatient(timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return barrier(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SsdTier, "sync", held_up)
+        patch.setattr(committer, "barrier", impatient)
+        first = put_prompt(store, prompt(512, 1))
+        try:
+            said = [put_prompt(store, prompt(512, n)).refused for n in (2, 3)]
+        finally:
+            ends.set()
+    assert all(one.startswith("read-only: index: no commit within") for one in said), said
+    assert len(waits) == 1 and first.wait(60)
+    sound(store)
+
+
 def full_of_short_ones(store: impress.PrefixStore, order: Callable[[int], Any]) -> int:
     """Fills 8 MiB with one-window prompts, side by side, which go in this order; returns a size."""
     n = 0

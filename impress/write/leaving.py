@@ -254,7 +254,10 @@ class Leaving:
         return not too_much and (most is None or n_bytes <= most)
 
     def _fits(self, n_bytes: int) -> bool:
-        """Whether so much would fit if all went that can go: not what is leased or under way."""
+        """Whether so much would fit if all went that can go: not what is leased or under way.
+
+        Raises StoreFailed where what has ended is not committed in time: the disk may hang.
+        """
         self.before_evict()
         under_way = self.drafts()  # first: one may become READY meanwhile
         if self.could_hold(n_bytes + self._staying_bytes()):
@@ -262,8 +265,8 @@ class Leaving:
         if self.committer is None or not under_way or not self.could_hold(n_bytes):
             return False
         # Of stores under way, those that have ended can go as soon as they are committed.
-        done = self.committer.barrier(COMMIT_TIMEOUT_S)
-        return done and self.could_hold(n_bytes + self._staying_bytes())
+        self.committer.delete_now([], COMMIT_TIMEOUT_S)
+        return self.could_hold(n_bytes + self._staying_bytes())
 
     def _staying_bytes(self) -> int:
         drafts = (draft for draft in self.drafts() if not self._catalog.knows(draft.span_id))
