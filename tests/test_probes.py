@@ -150,7 +150,7 @@ def test_turns_are_part_of_the_format() -> None:
         [11, -5, -11], [-3, 3, -15], [-15, -15, 13], [15, 5, 5],
     ]  # fmt: skip
     assert np.array_equal(np.sort(turns, axis=0), np.tile(np.sort(turns[:, :1], axis=0), 128))
-    assert np.array_equal(turns_of(64), turns[:, :64])
+    assert np.array_equal(turns_of(64), turns[:, :64]) and not turns.flags.writeable
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -98,9 +98,12 @@ def turns_of(length: int) -> Floats:
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
     ranks = z.reshape(length, TURNS).argsort(axis=1).argsort(axis=1).T
-    turns = (ranks.astype(np.float32) + np.float32(0.5)) / np.float32(TURNS) - np.float32(0.5)
-    turns.flags.writeable = False
-    return np.ascontiguousarray(turns)
+    turns = np.ascontiguousarray(ranks, dtype=np.float32)
+    turns += np.float32(0.5)
+    turns /= np.float32(TURNS)
+    turns -= np.float32(0.5)
+    turns.flags.writeable = False  # all share it
+    return turns
 
 
 def pack_codes(codes: Bytes, bits: int, dest: Bytes) -> None:
