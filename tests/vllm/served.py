@@ -114,6 +114,10 @@ class Served:
             os.sched_yield()
         return not self.worker.saver._lives
 
+    def counted(self) -> dict[str, float]:
+        """vLLM's counters, the store's among them."""
+        return {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
+
     def used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - pool.get_num_free_blocks() - 1)  # one is vLLM's own

@@ -15,6 +15,7 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 
 import torch
 
+from impress.engines.vllm import shared
 from impress.engines.vllm.blocks import BlockLayout
 from impress.write.index import Index
 from tests.vllm.served import MIB, SMALL, Served, params, tokens, words
@@ -277,6 +278,28 @@ def test_a_damaged_prefix_is_computed_again(serve: Serve, budget: int) -> None:
     assert tokens(again) == plain
     served.settle()
     assert served.used_blocks() == 0
+
+
+def test_a_prefix_that_the_worker_has_given_up_is_not_promised_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that stores nothing drops what does not read back for itself alone. A scheduler with
+    a view of its own promised it to every later request, and each was a lost load."""
+    plain = _plain(serve, ask=QUESTIONS[:1])
+    served = _stored(serve)
+    _damage(served)
+    served.close()
+    acquire = shared.acquire  # of the view; the connector has the worker's
+    monkeypatch.setattr(shared, "acquire", lambda *names: names[-1] and acquire(*names))
+    served = serve(extra={"store_new": False})
+    assert not served.scheduler.connector.scheduler._view.shared
+    before = served.counted()
+    for _ in range(3):
+        assert tokens(served.ask(QUESTIONS[:1])) == plain
+        served.forget()
+    grown = {name: n - before.get(name, 0) for name, n in served.counted().items()}
+    assert grown["vllm:impress_lost"] == 1
+    assert grown["vllm:external_prefix_cache_hits"] == HIT
 
 
 def test_a_load_that_gets_no_memory_is_computed_again(

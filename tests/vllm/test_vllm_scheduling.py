@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,9 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-vllm")
 
-from impress.engines.vllm import scheduling
+from impress.engines.vllm import gaps, scheduling
 from impress.engines.vllm.events import Events
+from impress.engines.vllm.gaps import gap_of
 from impress.engines.vllm.scheduling import SchedulerSide
 from impress.engines.vllm.settings import Settings
 from impress.engines.vllm.step import StepPlan, StepReport
@@ -25,7 +27,10 @@ N_TOKENS = 300
 def _side(*, mixes_adapters: bool = False) -> SchedulerSide:
     """The side of a store that holds the whole windows of every prompt; a request has 3 blocks."""
     view: Any = SimpleNamespace(
-        lookup=lambda tokens, *names: len(tokens) // 64 * 64, current=True, refresh=lambda: None
+        lookup=lambda tokens, *names: len(tokens) // 64 * 64,
+        current=True,
+        refresh=lambda: None,
+        shared=False,
     )
     served: Any = SimpleNamespace(block_size=128, lora="", mixes_adapters=mixes_adapters)
     events = Events(enabled=False, block_size=128)
@@ -253,6 +258,50 @@ def test_what_the_store_refuses_to_look_up_is_served_without_it() -> None:
     assert side.matched(request, 0) == 0
     assert side._tracked["r"].refused == str(refusal)
     assert _step(side, request, 0).saves == []
+
+
+def _lost(side: SchedulerSide, request: Any, n_left: int) -> None:
+    """A request's load is lost: of its first 256 tokens the worker's store has n_left."""
+    prompt = side._hits.prompt(side._tracked[request.request_id], 256)
+    gap = gap_of(prompt, n_left, 64)
+    assert gap is not None
+    side.hear(StepReport(lost=[request.request_id], gaps=[gap]), ())
+
+
+def test_what_was_lost_is_promised_again_once_it_is_stored_again() -> None:
+    """Until then it is promised to no prompt that goes through it, only what comes before it."""
+    side = _side()
+    request = _arrives(side)
+    assert side.matched(request, 0) == 256
+    _lost(side, request, 128)
+    assert side.matched(request, 0) == 128
+    assert side.matched(_arrives(side, 512, name="longer"), 0) == 128
+    assert side.matched(_arrives(side, name="salted", cache_salt="mine"), 0) == 256
+    assert _step(side, request, 128).saves
+    side.hear(StepReport(stored={"r": 128}), ())
+    assert side.matched(request, 0) == 128
+    side.hear(StepReport(stored={"r": 256}), ())
+    assert side.matched(request, 0) == 256
+
+
+def test_what_was_lost_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server may have stored it meanwhile, which this one that only reads is not told."""
+    side, now = _side(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    request = _arrives(side)
+    _lost(side, request, 0)
+    assert side.matched(request, 0) == 0
+    now[0] = gaps._BELIEVED_S
+    assert side.matched(request, 0) == 256
+
+
+def test_no_more_gaps_are_remembered_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gaps, "_MOST", 2)
+    side = _side()
+    requests = [_arrives(side, name=f"{i}", cache_salt=f"{i}") for i in range(3)]
+    for request in requests:
+        _lost(side, request, 0)
+    assert [side.matched(request, 0) for request in requests] == [256, 0, 0]
 
 
 def _read(mass: float | None, worst: float | None = None) -> dict[str, Any]:

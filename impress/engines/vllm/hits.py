@@ -8,6 +8,7 @@ import secrets
 import time
 from typing import Any, Final
 
+from impress.engines.vllm.gaps import Gaps
 from impress.engines.vllm.keys import Adapters, extras_of, vllm_keys_of
 from impress.engines.vllm.settings import Served, Settings, asked_of, at_least, policy_of
 from impress.engines.vllm.shared import View
@@ -28,6 +29,7 @@ class Hits:
         self._settings = settings
         self._view = view
         self._block_size = served.block_size
+        self.gaps = Gaps(settings.config.window)
         self._unit = math.lcm(served.block_size, settings.config.window)  # of a hit
         self._keys_of = vllm_keys_of()
         self._adapters = Adapters(served.lora, time.time_ns())
@@ -99,6 +101,7 @@ class Hits:
         try:
             prompt = self.prompt(tracked, n)
             found = self._view.lookup(prompt.tokens, prompt.extra, prompt.tenant)
+            found = self.gaps.cut(prompt, found)
         except ImpressError as err:
             tracked.refused = str(err)
             return 0

@@ -218,6 +218,7 @@ class SchedulerSide:
     def _spec(self, tracked: Tracked, wanted: int, end: int, blocks: list[int]) -> SaveSpec | None:
         try:
             prompt = self._hits.prompt(tracked, wanted)
+            self._hits.gaps.storing(tracked.request.request_id, prompt)
         except ImpressError as err:
             tracked.refused = str(err)
             return None
@@ -293,7 +294,11 @@ class SchedulerSide:
             for request_id, what in report.served.items():
                 if request_id in self._tracked:
                     self._tracked[request_id].served = what
+            for gap in report.gaps:
+                if not self._view.shared:  # else it has the same gaps
+                    self._hits.gaps.add(gap)
             for request_id, n_tokens in report.stored.items():
+                self._hits.gaps.stored(request_id, n_tokens)
                 self._events.stored(request_id, n_tokens)
             for request_id in report.lost:
                 if request_id in self._tracked:

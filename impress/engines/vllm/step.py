@@ -6,7 +6,7 @@ Plain data that survives a pipe between processes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,14 @@ class Prompt:
         """Its first tokens, up to `end`: a whole number of blocks, since names are per block."""
         extra = {at: key for at, key in self.extra.items() if at < end}
         return Prompt(self.tokens[:end], extra, self.tenant)
+
+
+class Gap(NamedTuple):
+    """A window of a prompt that the worker's store has no more, by what it is found by."""
+
+    tenant: str
+    end: int  # tokens up to the window's end
+    key: bytes  # of all windows up to that one
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the base i
 
     stored: dict[str, int] = field(default_factory=dict)  # request -> its tokens that are READY
     lost: list[str] = field(default_factory=list)  # requests whose load failed in this step
+    gaps: list[Gap] = field(default_factory=list)  # what they lost for good
     served: dict[str, dict[str, Any]] = field(default_factory=dict)  # request -> what was read
     evicted: bool = False  # the store let go of something since the last report
     saving: bool = False  # blocks are still to be read
@@ -95,6 +104,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the base i
         return StepReport(
             {**self.stored, **other.stored},
             [*self.lost, *other.lost],
+            [*self.gaps, *other.gaps],
             {**self.served, **other.served},
             self.evicted or other.evicted,
             self.saving or other.saving,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import isnan
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from impress.engines.hf_request import totals
 from impress.engines.vllm.blocks import Layout
 from impress.engines.vllm.exact import ExactSide
+from impress.engines.vllm.gaps import gap_of
 from impress.engines.vllm.patience import Patience, most_s
 from impress.engines.vllm.saving import Saver
 from impress.engines.vllm.sparse import SparseSide
@@ -205,6 +207,10 @@ class WorkerSide:
         log.warning("request %s: %s; it is computed instead", spec.request_id, why)
         self.counts["lost"] += 1
         self._report.lost.append(spec.request_id)
+        with suppress(ImpressError):  # the store is being closed
+            n_left = self.store.lookup(spec.prompt.tokens, spec.prompt.extra, spec.prompt.tenant)
+            gap = gap_of(spec.prompt, n_left, self.store.window)
+            self._report.gaps += [gap] if gap is not None else []
         first = max(end, spec.first) // self.block_size
         self._invalid.update(spec.block_ids[first:])
 
