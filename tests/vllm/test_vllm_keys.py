@@ -560,6 +560,23 @@ def test_an_answer_that_ends_before_its_prompt_is_stored_is_told_as_well(
     assert not events.take()  # it is kept no longer
 
 
+@pytest.mark.parametrize(("n_left", "n_removed"), [(320, 0), (256, 1), (64, 3), (0, 3)])
+def test_of_blocks_that_end_within_a_window_those_that_are_gone_are_told(
+    n_left: int, n_removed: int
+) -> None:
+    """The prompt was cut to its last block and looked up, which answers in whole windows: with
+    windows of 64 tokens and blocks of 96, a block that was still stored was told as removed."""
+    events = Events(enabled=True, block_size=96)
+    hashes = [bytes([i]) * 32 for i in range(3)]
+    request = _request(request_id="r", block_hashes=hashes)
+    events.expect(request, Prompt(np.arange(320, dtype=np.int32), {}, ""))
+    events.stored("r", 320)
+    events.take()
+    events.doubt()
+    events.check(lambda tokens, *names: min(n_left, len(tokens) // 64 * 64))
+    assert sum(len(event.block_hashes) for event in events.take()) == n_removed
+
+
 def test_what_becomes_ready_after_a_reset_is_not_told() -> None:
     """Nobody looks for it by that name any more."""
     from vllm.distributed.kv_events import AllBlocksCleared

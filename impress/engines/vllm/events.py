@@ -118,9 +118,8 @@ class Events:
             if told is None:
                 continue
             prompt, hashes = told
-            end = len(hashes) * self._block_size
-            cut = prompt.cut(end)
-            n = lookup(cut.tokens, cut.extra, cut.tenant) // self._block_size
+            # All of it: the last block may end within a window, and whole ones are found.
+            n = lookup(prompt.tokens, prompt.extra, prompt.tenant) // self._block_size
             self._removed(hashes[n:])
             self._remember(_Told(prompt, hashes[:n]))
 
