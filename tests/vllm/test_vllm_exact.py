@@ -332,6 +332,7 @@ def test_a_load_that_gets_no_memory_is_computed_again(
 def test_a_lease_shorter_than_promised_is_computed_from_there(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What was read of it is kept, and was in no answer and no counter."""
     longer = QUESTIONS[0][:384] + words(400, seed=99)
     plain, expected = _plain(serve), _plain(serve, ask=[longer])
     served = _stored(serve)
@@ -346,8 +347,13 @@ def test_a_lease_shorter_than_promised_is_computed_from_there(
         return int(found)
 
     monkeypatch.setattr(view, "lookup", lookup)
-    assert tokens(served.ask([longer])) == expected
-    assert promised == [384]
+    before = served.counted()
+    (answer,) = served.ask([longer])
+    assert (answer.tokens, promised) == (expected[0], [384])
+    assert (answer.said["hit_tokens"], answer.said["rows"]) == (384, 384 * 3)
+    grown = {name: n - before.get(name, 0) for name, n in served.counted().items()}
+    assert grown["vllm:impress_read_rows_ssd"] == 384 * 3
+    assert grown["vllm:impress_lost"] == grown["vllm:impress_requests_exact"] == 1
     assert tokens(served.ask(QUESTIONS)) == plain
 
 

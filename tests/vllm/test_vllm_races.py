@@ -1414,7 +1414,7 @@ def test_bytes_out_of_anothers_read_are_counted_apart(tmp_path: Path) -> None:
     ) as store:
         worker = WorkerSide(store, caches, [layout] * 2, None, store_new=False)
         prompt = Prompt(np.arange(128, dtype=np.int32), {}, "")
-        worker._served(LoadSpec("a", "a#0", prompt, 0, 128, [1] * 4), report, "exact")
+        worker._served(LoadSpec("a", "a#0", prompt, 0, 128, [1] * 4), report, "exact", 128)
         counts = worker.take_counts()
         worker.close()
     assert (counts["read_bytes_ssd"], counts["shared_bytes"]) == (4096, 1024)

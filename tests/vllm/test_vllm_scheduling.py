@@ -382,8 +382,8 @@ def test_what_was_read_behind_blocks_that_were_lost_is_no_hit() -> None:
     request = _arrives(side)
     _step(side, request, 0)
     request.num_computed_tokens = N_TOKENS
-    side.hear(StepReport(served={"r": EXACT}), {1})
-    assert (request.num_computed_tokens, evicted) == (0, {1, 2, 3})
+    side.hear(StepReport(served={"r": EXACT}), {2})  # the second half of what was read
+    assert (request.num_computed_tokens, evicted) == (128, {2, 3})
     assert side.finish(request, [1, 2, 3])[1] is None
     request = _arrives(side)
     side.hear(StepReport(served={"r": _read(0.04)}), ())

@@ -185,9 +185,9 @@ def test_an_answer_that_began_on_chosen_rows_never_says_exact(serve: Serve) -> N
         engine.step()
     served_as = served.worker._served
     modes: list[str] = []
-    served.worker._served = lambda spec, report, mode: (
+    served.worker._served = lambda spec, report, mode, end: (
         modes.append(mode),
-        served_as(spec, report, mode),
+        served_as(spec, report, mode, end),
     )
     assert scheduler.reset_prefix_cache(reset_running_requests=True)
     (output,) = [out for _ in range(60) for out in engine.step() if out.finished]

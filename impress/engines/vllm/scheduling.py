@@ -337,7 +337,8 @@ class SchedulerSide:
                 continue
             spoilt.update(blocks[first:])
             tracked.n_saved = tracked.n_stored = 0
-            tracked.served = {}  # thrown away with what it is computed on
+            if tracked.served.get("hit_tokens", 0) > first * self._block_size:
+                tracked.served = {}  # thrown away with what it is computed on
             request = tracked.request
             request.num_computed_tokens = min(request.num_computed_tokens, first * self._block_size)
         self.kv_cache_manager.evict_blocks(spoilt | invalid)

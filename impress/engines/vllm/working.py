@@ -170,16 +170,16 @@ class WorkerSide:
             load.close()
             if load.lost:
                 self._lose(load.spec, load.end, load.lost)
-            elif report is not None:
-                self._served(load.spec, report, "exact")
+            if report is not None:  # what was read before a loss stays
+                self._served(load.spec, report, "exact", load.end)
         for request in self.sparse.finish_step():
             if request.lost:
                 self._lose(request.spec, 0, request.lost)
             elif request.report is not None:
-                self._served(request.spec, request.report, "sparse")
+                self._served(request.spec, request.report, "sparse", request.spec.end)
 
-    def _served(self, spec: LoadSpec, report: AccessReport, mode: str) -> None:
-        """Note what a request read."""
+    def _served(self, spec: LoadSpec, report: AccessReport, mode: str, end: int) -> None:
+        """Note what a request read of its prompt up to `end`."""
         self.counts[f"requests_{mode}"] += 1
         for tier, n in report.bytes_by_tier.items():
             self.counts[f"read_bytes_{tier}"] += n
@@ -190,7 +190,7 @@ class WorkerSide:
         said = {
             "mode": mode,
             "policy": report.policy,
-            "hit_tokens": spec.end,
+            "hit_tokens": end,
             "rows": sum(report.rows_by_tier.values()),
             "bytes": sum(report.bytes_by_tier.values()),
             "wait_ms": round(report.wait_ms, 3),
