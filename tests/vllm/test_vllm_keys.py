@@ -579,12 +579,27 @@ def test_of_blocks_that_end_within_a_window_those_that_are_gone_are_told(
 
 def test_what_becomes_ready_after_a_reset_is_not_told() -> None:
     """Nobody looks for it by that name any more."""
-    from vllm.distributed.kv_events import AllBlocksCleared
-
     events = _expecting(128)
     events.cleared()
     events.stored("r", 128)
-    assert [type(event) for event in events.take()] == [AllBlocksCleared]
+    assert not events.take()
+
+
+def test_after_a_reset_what_was_told_is_told_as_removed_and_nothing_else() -> None:
+    """All blocks were told as cleared: vLLM's own too, which it keeps where requests hold blocks.
+    A router sent nobody to them any more."""
+    from vllm.distributed.kv_events import BlockRemoved
+
+    events = _expecting(64, 128)
+    events.stored("r", 64)
+    events.stored("r", 128)
+    stored = events.take()[-1]
+    events.cleared()
+    (removed,) = events.take()
+    assert isinstance(removed, BlockRemoved) and removed.medium == "STORAGE"
+    assert removed.block_hashes == stored.block_hashes  # each of them once
+    events.cleared()
+    assert not events.take()
 
 
 def test_what_the_store_evicts_is_told(serve: Serve) -> None:

@@ -148,14 +148,14 @@ class Events:
 
     def cleared(self) -> None:
         """Nothing that was reported, or is on its way, can be found any more."""
+        # Not AllBlocksCleared: vLLM's own blocks stay where requests hold any.
+        told = dict.fromkeys(block for one in self._told.values() for block in one.hashes)
         self._expected.clear()
         self._told.clear()
         self._doubted.clear()
         self._n_told = 0
-        if self._enabled:
-            from vllm.distributed.kv_events import AllBlocksCleared
-
-            self._ready.append(AllBlocksCleared())
+        if told:
+            self._removed([*told])
 
     def take(self) -> list[Any]:
         """Events since the last call."""
