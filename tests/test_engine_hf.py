@@ -23,6 +23,8 @@ import transformers
 from conftest import said_by_a_child, wait_for_promotions
 
 import impress
+import impress.write.reclaim
+from impress.cli.run import _when_stored
 from impress.engines import hf, hf_models, hf_storing
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_prefix import StoredPrefix, end_reads
@@ -30,6 +32,7 @@ from impress.engines.hf_storing import Job, StoreQueue
 from impress.engines.virtual import Virtual
 from impress.errors import BadInput, PrefixLost, StoreFailed, StoreMismatch, Unsupported
 from impress.policy import Exact, Recency
+from impress.write.headers import Headers
 from impress.write.writer import Writer
 from tiers.base import PAGE
 from tiers.errors import ReadFailed
@@ -560,6 +563,57 @@ def test_a_row_that_ends_before_its_first_window_keeps_nothing_from_being_stored
         engine.flush()
         assert engine.last_request.stored_tokens == WINDOW
         assert [engine.store.lookup(row.numpy().astype(np.int32)) for row in out] == [0, WINDOW]
+
+
+def test_what_the_store_accepts_and_does_not_keep_is_not_told_as_stored(tmp_path, monkeypatch):
+    """Another process's eviction took the beginning of it before its commit: the request's 64 new
+    tokens were told as stored, and `impress run` told them as newly stored, though none was kept.
+    """
+    monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
+    ids, config = prompts(200), CONFIG.model_copy(update={"follow_every_s": 0})
+    with (
+        hf.attach(tiny(), tmp_path, config=config) as other,
+        hf.attach(tiny(), tmp_path, config=config) as engine,
+    ):
+        other.generate(ids[:, :128], max_new_tokens=2)
+        other.flush()
+        engine.store.follow()
+        begin = engine.store.writer
+
+        def writer(*asked, **more):
+            begun = begin(*asked, **more)
+            assert other.store.evict(1 << 30) > 0
+            engine.store.follow()
+            return begun
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.store, "writer", writer)
+            engine.generate(ids, max_new_tokens=2)
+            assert engine.last_request.hit_tokens == 128
+            for request in (_when_stored(engine, ""), engine.last_request):
+                assert request.stored_tokens == engine.store.stats()["tokens"] == 0
+                assert request.refused.startswith("prefix gone: ")
+        engine.generate(ids, max_new_tokens=2)
+        engine.flush()
+        request = engine.last_request
+        assert (request.stored_tokens, request.refused) == (192, "")
+
+
+def test_a_store_that_fails_at_its_commit_is_not_told_as_stored(tmp_path, monkeypatch):
+    """A flush raised it, and `last_request` told its tokens as stored for ever."""
+    with attach(tiny(), tmp_path) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Headers, "write", no_header)
+            engine.generate(prompts(200), max_new_tokens=2)
+            with pytest.raises(StoreFailed, match="no header"):
+                engine.flush()
+        engine.flush()
+        request = engine.last_request
+        assert (request.stored_tokens, request.refused) == (0, "no header")
+
+
+def no_header(*_args):
+    raise StoreFailed("no header")
 
 
 @pytest.mark.parametrize("n_tokens", [200, 20])

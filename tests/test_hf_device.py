@@ -172,7 +172,7 @@ def test_rows_are_copied_from_a_device_beside_what_it_computes_for_later_request
         job = line.job(cache(), sequences, 129, None)
         line.offer(job)
         line.drain()
-        assert (job.outcome.refused, job.outcome.n_new) == ("", 128)
+        assert job.outcome.so_far() == {"stored_tokens": 128, "refused": ""}
         waits = ["copies waits for the request by now", "on copies"]
         assert said == [*waits, *["rows 0 to 128"] * 2, "off copies", "released"]
         said.clear()

@@ -147,7 +147,7 @@ class Engine:
         if self._last is None:
             return None
         request, outcome = self._last
-        return replace(request, stored_tokens=outcome.n_new, refused=outcome.refused)
+        return replace(request, **outcome.so_far())
 
     @property
     def n_skipped(self) -> int:

@@ -29,7 +29,7 @@ class Request:
     per_layer: tuple[dict[str, Any], ...]  # layer by layer, one batch row after the other
     lost: str  # why a prefix that was found could not be read, "" when nothing was lost
     stored_tokens: int = 0  # accepted by the store so far; durable after engine.flush()
-    refused: str = ""  # why the store did not take the new part
+    refused: str = ""  # why the store did not take, or keep, all of the new part
     policy: str = "exact"  # the name of the policy asked for
     why: str = ""  # why the mode was taken, with the estimated cost of each
     guard: str = "off"  # what the guard said: "trusted", how much of that is earned, or why none is

@@ -46,8 +46,18 @@ _MOST_OF_FREE: Final = 0.5  # of a device's memory: the rest is for the next req
 class Outcome:
     """What became of a request's storing. Written by the storing thread, read by anyone."""
 
-    n_new: int = 0  # tokens accepted, of all batch rows; durable after flush()
-    refused: str = ""
+    refused: str = ""  # why the line, or its thread, gave it up
+    stored: list[Stored] = field(default_factory=list)  # of batch rows handed to the store
+
+    def so_far(self) -> dict[str, Any]:
+        """The fields of a Request that tell of it. A store may come to nothing long after it was
+        accepted, as when what it follows is evicted before its commit: then it no longer counts."""
+        n_tokens, refused = 0, self.refused
+        for stored in self.stored:
+            why = stored.refused or str(stored.error or "")
+            n_tokens += 0 if why else stored.n_new
+            refused = refused or why
+        return {"stored_tokens": n_tokens, "refused": refused}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +234,7 @@ class StoreQueue:
                     k, v = rows.rows(row, first, len(tokens))
                     scores = _importance(job.cache, layer, row, len(tokens))
                     writer.put(layer, first, k, v, None if scores is None else scores[first:])
-            if writer.stored.refused:
-                job.outcome.refused = writer.stored.refused
-            else:
-                job.outcome.n_new += writer.stored.n_new
+            job.outcome.stored.append(writer.stored)
 
 
 def named(err: Exception) -> ImpressError:
