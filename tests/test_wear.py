@@ -45,6 +45,7 @@ from impress.usage.notes import Note
 from impress.usage.remembered import HALF_LIFE
 from impress.write import leaving
 from impress.write.budget import DAY_S, WriteBudget
+from impress.write.commit import Committer
 from impress.write.health import RETRY_S, Health
 from tiers.base import PAGE, Slot
 from tiers.errors import MediumError, ReadFailed
@@ -432,65 +433,64 @@ def test_a_prompt_that_does_not_fit_beside_what_stays_takes_nothing_with_it(
     sound(store)
 
 
-def test_a_store_that_has_ended_makes_room_once_it_is_committed(
+@pytest.fixture
+def syncs_wait(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until then it counts as under way, which nothing can be evicted of."""
+) -> Iterator[tuple[impress.PrefixStore, Committer, threading.Event]]:
+    """A store of 4 MiB whose syncs wait for the event; the test may patch its committer."""
     store = open_store(
         geometry, window=WINDOW, dram_bytes=0, disk_bytes=4 * MIB, disk_high=1, disk_low=1
     )
-    committer, asked = store._home.committer, threading.Event()
+    committer, ends, sync = store._home.committer, threading.Event(), SsdTier.sync
     assert committer is not None
-    sync, barrier = SsdTier.sync, committer.barrier
 
     def held_up(ssd: SsdTier, slots: Any) -> None:
-        assert asked.wait(60)
+        assert ends.wait(60)
         sync(ssd, slots)
 
+    monkeypatch.setattr(SsdTier, "sync", held_up)
+    try:
+        yield store, committer, ends
+    finally:
+        ends.set()
+
+
+def test_a_store_that_has_ended_makes_room_once_it_is_committed(
+    syncs_wait: tuple[impress.PrefixStore, Committer, threading.Event],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until then it counts as under way, which nothing can be evicted of."""
+    store, committer, ends = syncs_wait
+    barrier = committer.barrier
+
     def on_time(timeout_s: float) -> bool:
-        asked.set()
+        ends.set()
         return barrier(timeout_s)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(SsdTier, "sync", held_up)
-        patch.setattr(committer, "barrier", on_time)
-        first = put_prompt(store, prompt(512, 1))
-        try:
-            second = put_prompt(store, prompt(512, 2))
-        finally:
-            asked.set()
+    monkeypatch.setattr(committer, "barrier", on_time)
+    first, second = (put_prompt(store, prompt(512, n)) for n in (1, 2))
     assert first.wait(60) and second.wait(60)
     assert store.lookup(prompt(512, 1)) == 0 and store.lookup(prompt(512, 2)) == 512
     sound(store)
 
 
 def test_where_what_has_ended_is_not_committed_home_is_read_only_not_full(
-    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+    syncs_wait: tuple[impress.PrefixStore, Committer, threading.Event],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each store waited for a disk that hung, two and a half minutes, and was told it was full."""
-    store = open_store(
-        geometry, window=WINDOW, dram_bytes=0, disk_bytes=4 * MIB, disk_high=1, disk_low=1
-    )
-    committer, ends = store._home.committer, threading.Event()
-    assert committer is not None
-    sync, barrier, waits = SsdTier.sync, committer.barrier, []
-
-    def held_up(ssd: SsdTier, slots: Any) -> None:
-        assert ends.wait(60)
-        sync(ssd, slots)
+    store, committer, ends = syncs_wait
+    barrier, waits = committer.barrier, []
 
     def impatient(timeout_s: float) -> bool:
         waits.append(timeout_s)
         return barrier(0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SsdTier, "sync", held_up)
         patch.setattr(committer, "barrier", impatient)
         first = put_prompt(store, prompt(512, 1))
-        try:
-            said = [put_prompt(store, prompt(512, n)).refused for n in (2, 3)]
-        finally:
-            ends.set()
+        said = [put_prompt(store, prompt(512, n)).refused for n in (2, 3)]
+    ends.set()
     assert all(one.startswith("read-only: index: no commit within") for one in said), said
     assert len(waits) == 1 and first.wait(60)
     sound(store)

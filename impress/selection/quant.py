@@ -1,10 +1,11 @@
 """Low-bit codes of vectors, and the bytes they are packed in. Pure.
 
-A vector's dimensions share a scale in groups. Codes are mid-rise: with b bits, code u stands for
-(u + 1/2 − 2^(b−1)) × scale, so that all 2^b levels are used and none is zero. A byte holds
-dimensions m apart (m = bytes of the field), so that unpacking writes runs, not single elements.
-The high half of a byte of two 4-bit codes has its top bit flipped: read as int8, the byte is then
-16·(high − 8) + low, which a product can take as it is (impress.selection.products).
+A vector's dimensions share a scale in groups. Codes are mid-rise: with b bits, code u stands for (u
++ 1/2 − 2^(b−1)) × scale, so that all 2^b levels are used and none is zero. Where `turns_of` was
+added to the vectors, it has to be taken off again. A byte holds dimensions m apart (m = bytes of
+the field), so that unpacking writes runs, not single elements. The high half of a byte of two 4-bit
+codes has its top bit flipped: read as int8, the byte is then 16·(high − 8) + low, which a product
+can take as it is (impress.selection.products).
 """
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ class Scored(NamedTuple):
     """Scores of some consecutive query heads, the taker's to overwrite until it takes the next.
 
     `scores` float32 [heads, q, n], scaled; `noise` float32 [heads, q]: the variance of their error
-    (a sketch's), mean over tokens, None for scores of the stored keys. `uneven` float32
-    [n] or [heads, n]: by what share of that mean a token's own variance exceeds it, 0 where it is
-    less; None where only the mean is known.
+    (a sketch's) as it is made up for, mean over tokens, None for scores of the stored keys.
+    `uneven` float32 [n] or [heads, n]: by what share of that mean a token's own variance exceeds
+    it, 0 where it is less; None where only the mean is known.
     """
 
     scores: torch.Tensor
