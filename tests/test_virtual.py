@@ -329,6 +329,20 @@ def test_a_layer_elsewhere_than_its_slot_has_the_room_that_it_has():
     assert k.shape[2] == v.shape[2] == 11 and (k[:, :, -1] == 7).all() and (v[:, :, -1] == 7).all()
 
 
+def test_a_prefix_on_its_way_to_a_device_leaves_its_rows_their_slot():
+    """On a GPU each hit took ordinary memory for its longest answer, and was said to be virtual."""
+    device, asked = torch.device("meta"), []
+    planes = (torch.empty(1, 1000, 2, 8, device=device),) * 2
+    slot = SimpleNamespace(
+        device=device, planes=lambda layer: planes, reach=lambda n_rows: not asked.append(n_rows)
+    )
+    geometry = impress.Geometry(1, 2, 2, 8, "float32")
+    cache = RowsCache(geometry, 1, 900, BufferPool(None), n_prefix=64, rental=slot, on_host=False)
+    rows = torch.empty(1, 2, 10, 8, device=device)
+    cache.update(rows, rows, 0)
+    assert cache.layers[0].own_rows() == [] and asked == [74]
+
+
 def test_slots_that_nobody_released_and_nobody_knows_are_rented_again():
     """After as many Ctrl-Cs as there are slots, an engine had none left."""
     buffers, stuck = make(batch=2), [True]

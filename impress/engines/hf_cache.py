@@ -256,7 +256,8 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # the base is untyped
     ) -> Sequence[_Plane | _Lent]:  # fmt: skip
         if self._rental is not None and self._rental.device == device:
             return [_Lent(rows) for rows in self._rental.planes(self._index)]
-        self._rental = None  # of another device, it says nothing of the room here
+        if n_rows is None:  # else a prefix only passes through this memory
+            self._rental = None  # of another device, it says nothing of the room here
         geometry, dtype = self.geometry, getattr(torch, self.geometry.dtype)
         shape = self.batch, n_rows or self._capacity, geometry.n_kv_heads
         dims = geometry.head_dim, geometry.v_dim
