@@ -25,6 +25,11 @@ _MOST_RATIO: Final = 1024.0
 _FEW_ROWS: Final = 32
 #: Least head_dim for integer products: over one dimension, half of two, torch's are garbage.
 _LEAST_DIM: Final = 3
+#: A row's channels of less than this share of its largest are some two of 127 steps at most, so
+#: rounding takes a large part of each, the same from all tokens; where more than _MOST_SMALL of a
+#: row's are such, they may together matter more than the largest.
+_SMALL: Final = 1 / 64
+_MOST_SMALL: Final = 1 / 4
 
 
 class CodeProduct(Protocol):
@@ -42,7 +47,8 @@ def code_product(rows: torch.Tensor, n: int, bits: int, dtype: str, take: Take) 
 
     `dtype` is the store's: where products are made in floats, a float32 store's are in float32.
     """
-    if rows.shape[-1] < _LEAST_DIM or not integer_products(rows.device.type):
+    whole = rows.shape[-1] >= _LEAST_DIM and integer_products(rows.device.type)
+    if not whole or _too_uneven(rows):
         return FloatProduct(rows.to(sketch_dtype(rows.device.type, dtype)), n, bits, take)
     if bits == 4 and rows.shape[-1] % 2 == 0:
         return HalvesProduct(rows, n, take)
@@ -83,7 +89,8 @@ class FloatProduct:
 
 
 class IntegerProduct:
-    """int8 products on the host; rows are rounded to 8 bits, far finer than the codes are."""
+    """int8 products on the host; rows are rounded to 8 bits, finer than the codes are except where
+    they are `_too_uneven`."""
 
     def __init__(self, rows: torch.Tensor, n: int, bits: int, take: Take) -> None:
         module = torch_module()
@@ -200,6 +207,17 @@ def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """rows [n_kv, r, dim] as whole numbers up to 127, in float32, and their steps [n_kv, r, 1]."""
     steps = _peaks(rows) / 127.0
     return (rows / steps).round_(), steps
+
+
+def _too_uneven(rows: torch.Tensor) -> bool:
+    """Whether in a row many channels are small beside its largest one, but not zero."""
+    sizes = rows.abs()
+    least = sizes.amax(dim=-1, keepdim=True).mul_(_SMALL)
+    most = _MOST_SMALL * rows.shape[-1]
+    small = sizes < least
+    if not bool((small.sum(dim=-1) > most).any()):
+        return False
+    return bool((small.logical_and_(sizes > 0).sum(dim=-1) > most).any())
 
 
 def _peaks(rows: torch.Tensor) -> torch.Tensor:
