@@ -46,17 +46,19 @@ def repack(
 
     A span is copied in its new order, and the copy takes its place once it is whole: nothing stored
     is edited, and an interruption leaves the old one. Spans of which neither importance nor the
-    choices of two requests are known are left out: nothing tells which choices of one are chance. A
-    shard that is open for writing elsewhere is named and left alone. One that fails (its index is
-    damaged, say) is named with the reason, and the others are done.
+    choices of two requests are known are left out, unless they have an order already: nothing tells
+    which choices of one are chance. A shard that is open for writing elsewhere is named and left
+    alone. One that fails (its index is damaged, say) is named with the reason, and the others are
+    done.
 
     A copy needs room in the existing segment files: none is added, so that disk_bytes holds, and
     one that is left empty is deleted. What is written counts in daily_write_bytes of the process
     that serves next.
 
     What a request reads is an estimate: rows are taken to be chosen independently of each other.
-    There is none (–) for a span that is rewritten in its old order, without its dead windows. In
-    the JSON, `picked` counts the spans that moved or would move; `moved` only those that did.
+    There is none (–) for a span that is rewritten in its old order, without its dead windows, nor
+    for one that has an order and of which too little is known for another. In the JSON, `picked`
+    counts the spans that moved or would move; `moved` only those that did.
 
     **Exit status**
 

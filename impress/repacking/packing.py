@@ -53,13 +53,14 @@ class Cost:
 class Repacking:
     """A new order for a span, and what it would save. `slots` [n_layers, n_rows]: row by slot.
 
-    `gain`: the share saved of the cost of reading chosen rows; or, where that is more, of the
-    chunks read for each node whole: rows of a node split since lie in its sibling's chunks too.
+    `before` and `after`: None where no trial tells. `gain`: the share saved of the cost of reading
+    chosen rows; or, where that is more, of the chunks read for each node whole: rows of a node
+    split since lie in its sibling's chunks too.
     """
 
     slots: npt.NDArray[np.int64]
-    before: Cost
-    after: Cost
+    before: Cost | None
+    after: Cost | None
     gain: float
 
     @property
@@ -128,12 +129,12 @@ def known_of(
 ) -> tuple[Floats, Sequence[Trial]] | None:
     """What a span's rows are worth, and the trials of an order made from that: by what requests
     chose (their average, and in halves: nan where only one of them is known), else by the
-    importance it was stored with, unless what requests chose may have made the order it has; None
-    where too little is known for any."""
+    importance it was stored with, unless it was moved since, as a rule by what requests chose, of
+    which an index that was rebuilt knows nothing; None where too little is known for any."""
     if average is not None and halves is not None:  # a window without both keeps its order
         worth = np.where(np.isnan(halves).any(axis=0), np.float32(0), average)
         return worth, trials_of(np.nan_to_num(halves, nan=0.0))
-    if stored is not None and (average is None or order is None):
+    if stored is not None and (order is None or not order.epoch):
         worth = np.nan_to_num(stored, nan=0.0)
         return worth, [Trial(worth, likely_chosen(worth))]
     if order is not None:  # rows stay in it, except those of nodes split since
@@ -168,5 +169,5 @@ def plan_repack(
                 after += expected(chosen[tried], plane) * (1 / len(trials))
     costs = [cost.n_bytes + cost.requests * gap_bytes for cost in (before, after)]
     gain = 1.0 - costs[1] / costs[0] if costs[0] else 0.0
-    of_nodes = 1.0 - least / n_chunks
-    return Repacking(slots, before, after, max(gain, of_nodes))
+    gain = max(gain, 1.0 - least / n_chunks)
+    return Repacking(slots, before, after, gain) if trials else Repacking(slots, None, None, gain)

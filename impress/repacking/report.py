@@ -36,8 +36,9 @@ WRITTEN = (*(outcome.value for outcome in Swapped), REWRITTEN)
 class SpanReport:
     """What repacking a span would take and save; costs are estimates for one request.
 
-    None: not known. Nothing is estimated for a rewrite, which leaves rows in their order, or for
-    a span that cannot be read.
+    None: not known. Nothing is estimated for a rewrite, which leaves rows in their order, for a
+    span that cannot be read, or, but for `gain`, for one that has an order and of which too little
+    is known for another.
     """
 
     span: int
