@@ -40,7 +40,8 @@ class Config(BaseModel):
     """Which entry goes first when a tier is full. importance: the one with the least uses × share
     of rows that requests needed. lru: the least recently used. lfu: the least used. prefix-lru: the
     least recently used and, among those of one request, the longest prefix (vLLM's order). In HBM
-    and DRAM no copy makes way for a newcomer that is worth less, except under lru."""
+    and DRAM no copy makes way for a newcomer that is worth less, except under lru. Copies of probe
+    records always go by last use."""
     disk_bytes: int | None = Field(default=None, gt=0, le=MOST_BYTES)
     """Most bytes of segments on disk in this process's shard, at least `segment_bytes`. None: as
     much as the file system gives."""
