@@ -39,7 +39,9 @@ from impress.tree.nodes import Ids
 from impress.tree.radix import RadixTree
 from impress.upkeep.rebuild import rebuild_store
 from impress.write import env
+from impress.write.draft import Draft
 from impress.write.env import compact
+from impress.write.headers import Headers
 from impress.write.limbo import Limbo
 from impress.write.reclaim import Reclaim
 from tiers.base import Extent, Slot
@@ -610,8 +612,9 @@ def test_a_store_begun_while_a_purge_takes_out_what_it_hangs_from_is_purged(
     store.check()
 
 
+@pytest.mark.parametrize("when", ["while rows are put", "as its header is written"])
 def test_what_another_shard_stores_behind_what_is_purged_meanwhile_leaves_nothing(
-    open_store: Open,
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """It is in no tree: its rows stayed, as did the token ids before it in the log of changes."""
     a, b = (open_store(GEOMETRY, follow_every_s=0, dram_bytes=0) for _ in range(2))
@@ -619,12 +622,28 @@ def test_what_another_shard_stores_behind_what_is_purged_meanwhile_leaves_nothin
     keys, values = kv_of(tokens, GEOMETRY)
     put_prompt(a, tokens[:128]).wait(60)
     b.follow()
+    write, written, gone = Headers.write, threading.Event(), threading.Event()
+
+    def last_look(headers: Headers, draft: Draft, name: str) -> None:
+        write(headers, draft, name)
+        written.set()
+        assert gone.wait(60)
+
+    monkeypatch.setattr(Headers, "write", last_look)
     with b.writer(tokens, start=128, wait_s=60) as writer:
         for layer in range(2):
             writer.put(layer, 128, keys[layer][:, 128:], values[layer][:, 128:])
+        if when == "while rows are put":
+            a.purge()
+            b.follow()
+            gone.set()
+    if not gone.is_set():
+        assert written.wait(60)
         a.purge()
         b.follow()
+        gone.set()
     assert not writer.stored.wait(60) and writer.stored.refused.startswith("prefix gone")
+    assert written.is_set() == (when != "while rows are put")
     b.flush()
     path = b.path / "shards/1"
     assert keys[0].transpose(1, 0, 2)[200].tobytes() not in everything_in(path / "segments")

@@ -15,6 +15,8 @@ import impress
 import impress.write.reclaim
 from impress.cli.main import app
 from impress.upkeep.rebuild import rebuild_store
+from impress.write.draft import Draft
+from impress.write.headers import Headers
 
 Open = Callable[..., impress.PrefixStore]
 
@@ -201,8 +203,9 @@ def test_the_names_of_users_whose_prompts_hang_from_what_cannot_be_read_stay(
         b.check()
 
 
+@pytest.mark.parametrize("when", ["while rows are put", "as its header is written"])
 def test_a_user_whose_prefix_goes_bad_under_a_store_leaves_nothing_behind(
-    open_store: Open, geometry: impress.Geometry
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """A root was made for a span that no longer hung from anything: it kept its name in the index,
     and in memory, for good."""
@@ -214,9 +217,18 @@ def test_a_user_whose_prefix_goes_bad_under_a_store_leaves_nothing_behind(
     put_prompt(store, tokens[:128], tenant="hers").wait(60)
     (record,) = store.catalog.records()
     keys, values = kv_of(tokens, geometry)
-    with store.writer(tokens, 128, tenant="hers") as writer:
+    write = Headers.write
+
+    def last_look(headers: Headers, draft: Draft, name: str) -> None:
+        write(headers, draft, name)
         store._home.leaving.quarantine(record.span_id)
-        store.flush()
+
+    with store.writer(tokens, 128, tenant="hers") as writer:
+        if when == "while rows are put":
+            store._home.leaving.quarantine(record.span_id)
+            store.flush()
+        else:
+            monkeypatch.setattr(Headers, "write", last_look)
         for layer in range(geometry.n_layers):
             writer.put(layer, 128, keys[layer][:, 128:], values[layer][:, 128:])
     assert not writer.stored.wait(60) and writer.stored.refused.startswith("prefix gone: ")

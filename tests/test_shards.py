@@ -284,13 +284,18 @@ def test_who_is_far_behind_reads_the_whole_index(
 
 
 def test_a_store_whose_prefix_another_shard_evicts_meanwhile_is_refused_not_failed(
-    pair: Pair,
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where processes share a nearly full directory that is normal work, but it was counted as a
     failed store, and the next flush raised it."""
     (a, b), tokens = pair, prompt(256)
     ready(a, tokens[:128])
     b.follow()
+    a.follow()
+    compared, compare = list[int](), follow.Follower._compare
+    monkeypatch.setattr(
+        follow.Follower, "_compare", lambda *args: compared.append(1) or compare(*args)
+    )
     keys, values = kv_of(tokens, b.geometry)
     with b.writer(tokens, 128) as writer:
         assert a.evict(1 << 30) > 0
@@ -301,6 +306,8 @@ def test_a_store_whose_prefix_another_shard_evicts_meanwhile_is_refused_not_fail
     assert writer.stored.refused.startswith("prefix gone: ")
     b.flush()
     assert b.stats()["refused"] == {"prefix_gone": 1}
+    a.follow()
+    assert not compared  # its log was cut for it, and all who follow compared the whole index
     ready(b, tokens)  # by now it is stored from its beginning
     assert_serves(b, tokens, 256)
     check(*pair)

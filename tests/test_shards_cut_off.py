@@ -262,7 +262,9 @@ def test_all_that_waits_is_tried_however_much_it_is(
     check(*pair)
 
 
-@pytest.mark.parametrize("way", ["moved", "taken out, and another has it"])
+@pytest.mark.parametrize(
+    "way", ["moved", "taken out, and another has it", "moved, in an index made anew"]
+)
 @pytest.mark.parametrize("every_s", [3600, 0])
 def test_a_span_that_was_moved_behind_ones_back_does_not_take_ones_own_with_it(
     open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch, way: str,
@@ -270,18 +272,23 @@ def test_a_span_that_was_moved_behind_ones_back_does_not_take_ones_own_with_it(
 ) -> None:  # fmt: skip
     """A process that looked late read where the span had been, found it bad, and deleted the spans
     that it had stored behind it: durable, and sound. One that looks only when told (0) did so even
-    after that was mended for the others; it looks as it finds the span gone."""
+    after that was mended for the others; it looks as it finds the span gone. And where the index
+    had been rebuilt: the old one, which it had open, knew of no move."""
     monkeypatch.setattr(impress.write.reclaim, "YIELD_TIMEOUT_S", 0)
     late = {**APART, "follow_every_s": every_s}
     a, b = open_store(geometry, **APART), open_store(geometry, **late)
-    c = open_store(geometry, **APART) if way != "moved" else None
+    c = open_store(geometry, **APART) if way.startswith("taken out") else None
     ready(a, prompt(256))
     if c is not None:
         ready(c, prompt(256))
     look(*(store for store in (a, b, c) if store is not None))
     ready(b, prompt(512))
     assert b.lookup(prompt(512)) == 512
-    if way == "moved":
+    if way == "moved, in an index made anew":
+        a.close()
+        rebuild_store(b.path)
+        a = open_store(geometry, **APART, shard=0)
+    if c is None:
         repack_look(a, prompt(256))
         assert a.repack().moved == 1
     else:

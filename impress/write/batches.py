@@ -301,6 +301,11 @@ class Batches:
         try:
             draft.settle(WRITE_TIMEOUT_S)
             stored = self._catalog.lookup(draft.record.root, draft.prefix)
+            if not job.stored.refused and stored < draft.record.first_window:
+                # Found here as a rule, not in `_publish`: what is not committed needs no log that
+                # forgets it, without which every follower would compare the whole index.
+                self._duties.spoil([draft.record.span_id])  # what was before it may be purged
+                job.stored.refused = _PREFIX_GONE
             # Else purged, or another store of the same tokens was first.
             is_new = not job.stored.refused and stored != draft.record.end_window
             if is_new:

@@ -91,13 +91,15 @@ class Follower:
             self._thread = thread  # last: `stop` joins it
 
     def is_gone(self, span: int) -> bool:
-        """Whether another's span was moved or taken out by its writer, as its index has it: a look
-        that begins at once, where a thread looks, takes that over. False: that shard is unread."""
+        """Whether another's span was moved or taken out by its writer, as its index has it, or may
+        have been, as that was made anew: a look that begins at once, where a thread looks, takes
+        that over. False: that shard is unread."""
         theirs = self._of(span)
         if not theirs or any(self._unread.has(n.shard) for n in theirs):
             return False
         with suppress(ImpressError):
-            value = self.value(span)
+            anew = any(n.index.replaced() for n in theirs)  # what is read here is the old one
+            value = None if anew else self.value(span)
             if value is None or not self._catalog.knows(span, value):
                 self._wake.set()
                 return True
