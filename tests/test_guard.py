@@ -908,10 +908,13 @@ def test_identifiers_of_every_kind_are_told_the_same_by_every_process():
         def itself(policy, asked):
             return itself
 
+        def other(policy, asked):
+            return other
+
         for identifier in (
             math.sqrt, str.upper, Chooser, Chooser(), Chooser().__call__,
             functools.partial(Chooser(), {"a", "b", "c"}), lambda policy, asked: {"a", "b", "c"},
-            functools.lru_cache(itself), torch.no_grad()(itself), torch.compile(itself),
+            functools.lru_cache(itself), torch.no_grad()(other), torch.compile(itself),
             torch.no_grad()(torch.compile(itself)), functools.partial(torch.compile(itself), 1),
         ):
             class Mine:

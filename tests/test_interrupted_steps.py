@@ -90,7 +90,9 @@ class Interrupted:
         gc.enable()
         return self.came and kind is KeyboardInterrupt
 
-    def _step(self, frame: FrameType, event: str, _of: Any) -> None:
+    def _step(self, frame: FrameType, event: str, of: Any) -> None:
+        if event == "c_return" and of.__name__ == "__enter__":
+            return  # before its block: only 3.14 lets a signal in there, and Python alone can help
         if event in ("call", "c_return") and frame.f_code.co_filename not in NONE:
             if self._left <= 0 and self._in_del(frame):
                 return  # nor here: what is raised in a __del__ is lost, too
