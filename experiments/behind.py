@@ -18,6 +18,7 @@ from torch import Tensor
 
 from experiments.common import Unable
 from impress.engines.hf_chosen import ChoosingPrefix, ChosenCache, attending
+from impress.engines.hf_modules import CACHE
 from impress.engines.hf_prefix import StoredPrefix, find_prefix
 from impress.policy import Policy
 from impress.store import PrefixStore
@@ -53,7 +54,7 @@ class Behind:
         """Logits float32 [len(tokens), words], on the host. Raises PrefixLost at the first."""
         ids = torch.tensor([list(tokens)], device=self._model.device)
         with attending(self._model, self._cache):
-            logits = self._model(ids, past_key_values=self._cache, use_cache=True).logits
+            logits = self._model(ids, **{CACHE: self._cache}, use_cache=True).logits
         host: Tensor = logits[0].float().cpu()
         return host
 

@@ -25,6 +25,7 @@ from experiments.common import Row, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from impress.blockhash import as_tokens, chain, labels_of, namespace_digest
 from impress.demo.lookup.tokenizer import N_TOKENS, START_ID
+from impress.engines.hf_modules import CACHE
 from impress.lineage.hashpool import HashPool
 
 CHECKPOINT: Final = "grouped"
@@ -130,7 +131,7 @@ def _model() -> Any:
 def _computed(model: Any, tokens: np.ndarray) -> Answer:
     """Compute the whole prompt."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    return model(ids, past_key_values=DynamicCache(), use_cache=True).logits[0, -1], 0
+    return model(ids, **{CACHE: DynamicCache()}, use_cache=True).logits[0, -1], 0
 
 
 @torch.inference_mode()
@@ -144,7 +145,7 @@ def _pooled(model: Any, pool: HashPool[Block], tokens: np.ndarray) -> Answer:
         k, v = (torch.cat(planes, dim=1)[None] for planes in zip(*rows, strict=True))
         cache.update(k, v, layer)
     ids = torch.from_numpy(tokens[n_found:].astype(np.int64))[None]
-    logits = model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
+    logits = model(ids, **{CACHE: cache}, use_cache=True).logits[0, -1]
     new = [_block(cache, i) for i in range(len(got), len(keys))]
     pool.release(keys, got + new, len(got))
     return logits, n_found

@@ -31,6 +31,7 @@ from experiments.selection_forward import Answered, Prefix, answer, prefill
 from impress.demo.lookup.tasks import TASKS, Document, Question, document, questions
 from impress.engines import hf
 from impress.engines.hf_models import geometry_of
+from impress.engines.hf_modules import CACHE
 from impress.policy import AllHeads, Exact, Paper, Policy, Quality, Random, Recency
 
 CHECKPOINTS: Final = ("agreeing", "specialised", "grouped")
@@ -123,7 +124,7 @@ def ask_all(
             for name, one in got.items():
                 found.by_policy[name].append(_outcome(store.geometry, doc, q, one, got["exact"]))
             with torch.no_grad():
-                dense = model(torch.tensor([q.tokens]), past_key_values=cache).logits[0, -1]
+                dense = model(torch.tensor([q.tokens]), **{CACHE: cache}).logits[0, -1]
             cache.crop(-len(q.tokens))
             found.dense_same.append(choice_of(dense, q) == choice_of(got["exact"].logits, q))
             found.dense_right.append(choice_of(dense, q) == q.answer)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from impress.engines.hf_modules import CACHE
 from impress.policy import Policy
 from impress.read.access import AccessReport
 from impress.read.session import Lease
@@ -165,7 +166,7 @@ def family_of(model: Any) -> Family:
 @torch.no_grad()
 def prefill(model: Any, tokens: Sequence[int]) -> tuple[Prefix, Any]:
     """The rows of a document by the stock forward, and the stock cache that holds them."""
-    cache = model(torch.tensor([tokens]), use_cache=True).past_key_values
+    cache = model(torch.tensor([tokens]), use_cache=True)[CACHE]
     layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
     return Prefix([k for k, _ in layers], [v for _, v in layers]), cache
 

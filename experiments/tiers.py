@@ -33,6 +33,7 @@ from experiments.tiers_cells import PROBES, SHOWN, Cells, Samples, opened, rotat
 from experiments.tiers_sessions import session_rows
 from impress.demo.lookup.tasks import document, questions
 from impress.engines import hf, hf_models
+from impress.engines.hf_modules import CACHE
 from impress.policy import Exact, Paper, Policy, Quality
 
 MIB: Final = 1 << 20
@@ -119,9 +120,9 @@ class Answers:
             i = len(samples.ms) % len(self.asked)
             ids, n = self.asked[i], DOCUMENT_TOKENS if cached else 0
             if cached and i not in caches:
-                caches[i] = self.model(ids[:, :n], use_cache=True).past_key_values
+                caches[i] = self.model(ids[:, :n], use_cache=True)[CACHE]
             begin = time.perf_counter()
-            self.model(ids[:, n:], past_key_values=caches.get(i), use_cache=True, logits_to_keep=1)
+            self.model(ids[:, n:], **{CACHE: caches.get(i)}, use_cache=True, logits_to_keep=1)
             samples.ms.append((time.perf_counter() - begin) * 1e3)
             if cached:
                 caches[i].crop(-(ids.shape[1] - n))

@@ -23,6 +23,7 @@ from experiments.common import Row
 from impress.engines.buffers import Rental, VirtualBuffers
 from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_models import geometry_of
+from impress.engines.hf_modules import CACHE
 from impress.engines.virtual import Virtual
 from impress.types import Geometry
 from tiers.ranges import HostRanges
@@ -136,7 +137,7 @@ def _burst(model: Any, cache: Any, ids: torch.Tensor, times: list[Step]) -> torc
     logits = []
     for token in ids:
         begin, cpu = time.perf_counter(), time.thread_time()
-        logits.append(model(token, past_key_values=cache).logits)
+        logits.append(model(token, **{CACHE: cache}).logits)
         times.append((time.perf_counter() - begin, time.thread_time() - cpu))
     return torch.stack(logits)
 

@@ -16,6 +16,7 @@ import torch
 import transformers
 from test_engine_hf import attach, prompts, tiny
 
+from impress.engines.hf_modules import CACHE
 from impress.policy import Exact
 from impress.selection.choices import Selection, whole
 from impress.selection.identify import Asked, select
@@ -98,7 +99,7 @@ def filled(model, path, **options):
 def full_cache(model):
     cache = transformers.DynamicCache()
     with torch.no_grad():
-        model(prompts(200).to(model.device), past_key_values=cache)
+        model(prompts(200).to(model.device), **{CACHE: cache})
     cache.crop(HIT - 200)
     return cache
 
@@ -138,7 +139,7 @@ def reference(model, ids, chosen, n_new=16):
         return model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **{CACHE: cache},
             max_new_tokens=n_new,
             do_sample=False,
             **LOGITS,

@@ -27,6 +27,7 @@ import impress.write.reclaim
 from impress.cli.run import _when_stored
 from impress.engines import hf, hf_models, hf_storing
 from impress.engines.hf_cache import RowsCache
+from impress.engines.hf_modules import CACHE, CACHES
 from impress.engines.hf_prefix import StoredPrefix, end_reads
 from impress.engines.hf_storing import Job, StoreQueue
 from impress.engines.virtual import Virtual
@@ -88,12 +89,12 @@ def continued(model, stored, ids, hit, n_new=8, **options):
     """What the model itself gives for ids, over the stored run's cache cut to the hit."""
     cache = transformers.DynamicCache()
     with torch.no_grad():
-        model(stored, past_key_values=cache)
+        model(stored, **{CACHE: cache})
     cache.crop(hit - stored.shape[1])
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=n_new,
         output_logits=True,
         return_dict_in_generate=True,
@@ -385,11 +386,11 @@ def test_generated_tokens_are_stored_and_found_by_the_next_turn(tmp_path):
         assert engine.store.lookup(mine.sequences[0].numpy().astype(np.int32)) == 192
     # Continuing means after the same steps: prefill of the prompt, then token by token.
     cache = transformers.DynamicCache()
-    model.generate(ids, past_key_values=cache, max_new_tokens=60)
+    model.generate(ids, **{CACHE: cache}, max_new_tokens=60)
     cache.crop(128 - cache.get_seq_length())
     theirs = model.generate(
         longer,
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=40,
         output_logits=True,
         return_dict_in_generate=True,
@@ -632,15 +633,15 @@ def test_a_returned_cache_stays_whole_while_later_requests_run(tmp_path):
     model, ids = tiny(), prompts(200)
     with attach(model, tmp_path) as engine:
         kept = engine.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
-        before = kept.past_key_values.layers[1].keys.clone()
+        before = kept[CACHE].layers[1].keys.clone()
         for seed in (2, 3):
             engine.generate(prompts(200, seed=seed), max_new_tokens=2)
         engine.flush()
-        cache = kept.past_key_values
+        cache = kept[CACHE]
         assert isinstance(cache, transformers.DynamicCache)
         assert torch.equal(cache.layers[1].keys, before)
         with torch.no_grad():
-            model(ids[:, :3], past_key_values=cache)
+            model(ids[:, :3], **{CACHE: cache})
         assert cache.get_seq_length() == 204
 
 
@@ -654,9 +655,7 @@ def test_the_system_may_not_take_the_pages_of_a_returned_cache(tmp_path, monkeyp
         for _ in range(2):  # a miss, then a hit
             kept = engine.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
             engine.flush()
-            held = {
-                t.data_ptr() for la in kept.past_key_values.layers for t in (la.keys, la.values)
-            }
+            held = {t.data_ptr() for la in kept[CACHE].layers for t in (la.keys, la.values)}
             assert len(held) == 4
             assert marked
             for memory in marked:
@@ -673,7 +672,7 @@ def test_a_returned_cache_changed_in_place_changes_nothing_of_what_is_stored(
     monkeypatch.setattr(StoreQueue, "_store_rows", lambda *args: may.wait() and put(*args))
     with attach(model, tmp_path, virtual=virtual) as engine:
         kept = engine.generate(ids, max_new_tokens=8, return_dict_in_generate=True)
-        for layer in kept.past_key_values.layers:
+        for layer in kept[CACHE].layers:
             layer.keys.neg_()
             layer.values.zero_()
         may.set()
@@ -689,11 +688,11 @@ class OwnCache(transformers.LlamaForCausalLM):
     """Like PEFT's prefix tuning, which puts a cache of its own in place of the given one."""
 
     @functools.wraps(transformers.LlamaForCausalLM.forward)
-    def forward(self, *args, past_key_values=None, **named):
-        if not isinstance(past_key_values, transformers.DynamicCache):
-            assert past_key_values.max_cache_len == -1  # PEFT asks this of a non-dynamic cache
-            past_key_values = transformers.DynamicCache()
-        return super().forward(*args, past_key_values=past_key_values, **named)
+    def forward(self, *args, **named):
+        if not isinstance(cache := named[CACHE], transformers.DynamicCache):
+            assert cache.max_cache_len == -1  # PEFT asks this of a non-dynamic cache
+            named[CACHE] = transformers.DynamicCache()
+        return super().forward(*args, **named)
 
 
 def test_a_model_that_answers_by_a_cache_of_its_own_costs_no_answer(tmp_path):
@@ -706,7 +705,7 @@ def test_a_model_that_answers_by_a_cache_of_its_own_costs_no_answer(tmp_path):
         out = engine.generate(ids, max_new_tokens=4, return_dict_in_generate=True)
         engine.flush()
         assert torch.equal(out.sequences, bare)
-        assert out.past_key_values.get_seq_length() == 203
+        assert out[CACHE].get_seq_length() == 203
         assert "the cache holds 0 rows" in engine.last_request.refused
         assert engine.store.lookup(ids[0].numpy()) == engine.store.buffers.used_bytes == 0
 
@@ -719,8 +718,8 @@ def test_a_model_with_fewer_layers_than_its_config_says_gives_back_their_rows(tm
     bare = model.generate(ids, **options)
     with attach(model, tmp_path) as engine:
         out = engine.generate(ids, **options)
-        assert type(out.past_key_values) is transformers.DynamicCache
-        for mine, its in zip(out.past_key_values.layers, bare.past_key_values.layers, strict=True):
+        assert type(out[CACHE]) is transformers.DynamicCache
+        for mine, its in zip(out[CACHE].layers, bare[CACHE].layers, strict=True):
             assert mine.is_initialized == its.is_initialized
             if its.is_initialized:
                 assert torch.equal(mine.keys, its.keys)
@@ -1059,7 +1058,7 @@ def damage(path: Path, row: bytes) -> None:
 def last_layer_keys(model, ids, token) -> bytes:
     cache = transformers.DynamicCache()
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     return cache.layers[-1].keys[0, :, token].contiguous().numpy().tobytes()
 
 
@@ -1830,7 +1829,7 @@ def test_int8_goes_by_the_threshold_that_a_module_was_loaded_with(tmp_path):
         ({"guidance_scale": 0}, "guidance_scale=0"),
         ({"negative_prompt_ids": torch.zeros(1, 4, dtype=torch.long)}, "negative_prompt_ids"),
         ({"negative_prompt_attention_mask": torch.zeros(1, 4)}, "negative_prompt_attention_mask"),
-        ({"past_key_values": transformers.DynamicCache()}, "past_key_values"),
+        *(({name: transformers.DynamicCache()}, name) for name in CACHES),
         ({"inputs_embeds": torch.zeros(1, 10, 64)}, "inputs_embeds"),
         ({"position_ids": torch.arange(10)[None]}, "position_ids"),
         ({"assistant_model": object()}, "assistant_model"),
@@ -2609,7 +2608,7 @@ def a_generate_of_its_own(model):
 
 def shifted(model, *args, **kwargs):
     inputs = type(model).prepare_inputs_for_generation(model, *args, **kwargs)
-    n = inputs["past_key_values"].get_seq_length()
+    n = inputs[CACHE].get_seq_length()
     positions = torch.arange(n, n + inputs["input_ids"].shape[1])[None] + 7
     return {**inputs, "position_ids": positions}
 

@@ -45,6 +45,7 @@ from impress.engines import hf
 from impress.engines.choice import Choice, Rates
 from impress.engines.costs import Stored
 from impress.engines.hf_chosen import ATTENTION_NAMES
+from impress.engines.hf_modules import CACHE
 from impress.errors import BadInput, Unsupported
 from impress.policy import (
     AllHeads,
@@ -133,7 +134,7 @@ def test_the_query_scaling_and_suffix_are_the_layers_own(tmp_path, family):
         engine.generate(ids, max_new_tokens=1, policy=watched)
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        out = model(ids[:, HIT:], past_key_values=full_cache(model), output_attentions=True)
+        out = model(ids[:, HIT:], **{CACHE: full_cache(model)}, output_attentions=True)
     weights = out.attentions[0][0][..., :HIT].double()  # [heads, q, prefix]
     want = weights.sum((0, 1)).topk(13).indices.sort().values
     chosen = watched.seen[0][1]
@@ -297,8 +298,8 @@ def test_nothing_computed_on_a_sparse_prefix_is_stored_or_handed_out(tmp_path, p
     with filled(model, tmp_path, policy=policy) as engine:
         tokens = engine.store.stats()["tokens"]
         out = engine.generate(ids, max_new_tokens=60, **LOGITS)
-        assert out.past_key_values is None
-        assert "past_key_values" not in out  # nor as an item, where it was
+        assert getattr(out, CACHE) is None
+        assert CACHE not in out  # nor as an item, where it was
         assert n_stored(engine, out.sequences) == HIT
         assert engine.store.stats()["tokens"] == tokens
         assert "never stored" in engine.last_request.refused

@@ -25,6 +25,7 @@ from test_engine_hf import CONFIG, MODELS, assert_same_bits, attach, continued, 
 from test_virtual import ask
 
 from impress.engines import hf
+from impress.engines.hf_modules import CACHE
 from impress.engines.hf_output import FirstLogits
 from impress.engines.hf_storing import StoreQueue
 from impress.engines.virtual import Virtual
@@ -230,11 +231,11 @@ def test_a_returned_cache_stays_whole_when_its_rows_have_been_stored(tmp_path):
     model, ids = tiny().cuda(), prompts(200).cuda()
     with attach(model, tmp_path) as engine:
         kept = engine.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
-        before = kept.past_key_values.layers[1].keys.clone()
+        before = kept[CACHE].layers[1].keys.clone()
         engine.flush()
         engine.generate(prompts(200, seed=2).cuda(), max_new_tokens=2)
         engine.flush()
-        assert torch.equal(kept.past_key_values.layers[1].keys, before)
+        assert torch.equal(kept[CACHE].layers[1].keys, before)
 
 
 # --- the clock ------------------------------------------------------------------------------------

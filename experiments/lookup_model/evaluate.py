@@ -33,6 +33,7 @@ from impress.demo.lookup.tasks import (
     document,
     questions,
 )
+from impress.engines.hf_modules import CACHE
 from impress.errors import BadInput
 
 #: Tokens of the longest question, which comes after a document.
@@ -62,7 +63,7 @@ def _continue(
     cache.batch_repeat_interleave(len(asked))
     tokens = torch.tensor([q.tokens for q in asked])
     mask = torch.ones(len(asked), n_prefix + tokens.shape[1], dtype=torch.long)
-    logits: Tensor = model(tokens, past_key_values=cache, attention_mask=mask).logits[:, -1]
+    logits: Tensor = model(tokens, **{CACHE: cache}, attention_mask=mask).logits[:, -1]
     return logits
 
 
@@ -84,7 +85,7 @@ def evaluate(
     previous: dict[str, list[Question]] = {}
     for index in range(first, first + n_docs):
         doc = document(split, index, n_tokens)
-        cache = model(torch.tensor([doc.tokens]), use_cache=True).past_key_values
+        cache = model(torch.tensor([doc.tokens]), use_cache=True)[CACHE]
         asked = {task: list(questions(doc, task, n_each)) for task in TASKS}
         for where, by_task in (("own", asked), ("other", previous)):
             for task, some in by_task.items():

@@ -27,6 +27,7 @@ from impress.demo.model import load, recompute
 from impress.demo.reuse import Say, stored
 from impress.demo.stage import lookup_place
 from impress.engines import hf
+from impress.engines.hf_modules import CACHE
 from impress.errors import StoreFailed
 from impress.policy import Exact, Paper, Policy, Quality
 
@@ -128,7 +129,7 @@ def _ask_all(engine: hf.Engine, asked: list[tuple[Document, list[Question]]]) ->
 @torch.no_grad()
 def _prefilled(model: Any, doc: Document) -> Any:
     """A document's rows by the model's own dense forward, in its own cache."""
-    return model(torch.tensor([doc.tokens]), use_cache=True).past_key_values
+    return model(torch.tensor([doc.tokens]), use_cache=True)[CACHE]
 
 
 def _one_way(engine: hf.Engine, ids: torch.Tensor, mode: str) -> tuple[int, dict[str, Any]]:

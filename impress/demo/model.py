@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList
 
 from impress.demo import SEED
 from impress.demo.documents import Document
+from impress.engines.hf_modules import CACHE
 from impress.engines.hf_output import FirstLogits
 from impress.errors import StoreFailed
 
@@ -108,7 +109,7 @@ def recompute(
     result = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=n_new,
         do_sample=False,
         logits_processor=LogitsProcessorList([first]),

@@ -40,6 +40,7 @@ from impress.engines.hf_lengths import within_positions
 from impress.engines.hf_mode import EXACT, Modes
 from impress.engines.hf_models import Prompt
 from impress.engines.hf_models import geometry_of as geometry_of  # README names it here
+from impress.engines.hf_modules import CACHE
 from impress.engines.hf_observed import OBSERVED_ROWS, Observed, observing
 from impress.engines.hf_output import FirstLogits, Given, PromptOnce, RawLogits, hearing
 from impress.engines.hf_prefix import StoredPrefix, end_early, end_reads, find_prefix, lock_pages
@@ -168,7 +169,7 @@ class Engine:
         input_ids (or inputs) [batch, n_tokens] of equal lengths, every token part of the prompt. 32
         new tokens unless the call says otherwise. Effects: stores whole windows of prompt and
         answer in the background. `policy` replaces the engine's for this call; where it chooses
-        rows, a hit takes one prompt, stores nothing and returns no past_key_values. The engine's
+        rows, a hit takes one prompt, stores nothing and returns no cache. The engine's
         own policy has to earn that first: until then hits are exact (impress.quality.guard). A
         prefix that cannot be read is computed instead, before any token is out. Raises BadInput or
         Unsupported, naming the argument, before anything is read; StoreMismatch where weights or
@@ -330,8 +331,8 @@ class Engine:
             cache.release()
             raise
         end_reads(prefix, cache)
-        if prompt.returns_cache and result.past_key_values is cache:  # else one of the model's own
-            result.past_key_values = cache.as_dynamic()
+        if prompt.returns_cache and getattr(result, CACHE) is cache:  # else one of the model's own
+            setattr(result, CACHE, cache.as_dynamic())
         return result, cache
 
     def _run_sparse(
@@ -353,7 +354,7 @@ class Engine:
         finally:
             cache.release()
         # As an attribute alone it would stay an item of the result.
-        return replace(result, past_key_values=None) if prompt.returns_cache else result
+        return replace(result, **{CACHE: None}) if prompt.returns_cache else result
 
     def _decode(
         self, prompt: Prompt, cache: RowsCache | ChosenCache, once: PromptOnce | None,
@@ -364,7 +365,7 @@ class Engine:
         with within_positions(self.model.config, cache), in_parts():
             return self.model.generate(  # by name: PEFT before 0.19 drops what has none
                 input_ids=prompt.input_ids, attention_mask=torch.ones_like(prompt.input_ids),
-                past_key_values=cache, streamer=once, **options,
+                streamer=once, **{CACHE: cache}, **options,
             )  # fmt: skip
 
     def _store(

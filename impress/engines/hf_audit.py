@@ -26,7 +26,7 @@ from impress.engines.hf_cache import RowsCache
 from impress.engines.hf_chosen import put_back
 from impress.engines.hf_mode import Way
 from impress.engines.hf_models import Prompt
-from impress.engines.hf_modules import bare
+from impress.engines.hf_modules import CACHE, bare
 from impress.engines.hf_output import RawLogits
 from impress.engines.hf_prefix import StoredPrefix, end_reads
 from impress.engines.hf_storing import too_much
@@ -364,7 +364,7 @@ def rerun(
             ids = sequences[:, :n_tokens].to(model.device)  # prompts may be on the host
             made = model(
                 ids[:, prefix.n_tokens :], attention_mask=torch.ones_like(ids),
-                past_key_values=cache, logits_to_keep=n,
+                logits_to_keep=n, **{CACHE: cache},
             )  # fmt: skip
             logits = made.logits[0]
     exact, sparse = (row.double().log_softmax(-1) for row in (logits[0], raw.first))

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from impress.engines.hf_lengths import check_lengths
 from impress.engines.hf_modules import (
+    CACHES,
     INT8_ADVICE,
     Found,
     check_adapters,
@@ -38,7 +39,7 @@ ATTENTION = ("sdpa", "eager")  # the stock kernels whose result was compared bit
 
 # Arguments that would change the prompt, where its rows lie or whose the cache is, unless None.
 _REFUSED = {
-    "past_key_values": "the engine brings the cache of every request",
+    **dict.fromkeys(CACHES, "the engine brings the cache of every request"),
     "inputs_embeds": "a prefix is known by its token ids",
     "position_ids": "positions count from 0 in every request",
     "assistant_model": "assisted decoding rolls the cache back",
@@ -86,7 +87,7 @@ class Prompt:
     n_tokens: int
     n_new: int  # most tokens generate() may add
     options: dict[str, Any]  # generate()'s other arguments
-    returns_cache: bool  # the caller gets past_key_values back
+    returns_cache: bool  # the caller gets a cache back
     whole: str  # why no row may be reused, "" where rows may
     found: Found  # the model's modules, as the check of this request found them
 
@@ -215,7 +216,8 @@ def check_request(
     for name in ("logits_processor", "stopping_criteria"):
         if kwargs.get(name) is not None:  # an iterator would be empty when it is its turn
             kwargs[name] = list(kwargs[name])
-    kwargs.pop("past_key_values", None)  # it is None, else refused: the engine passes its own
+    for name in CACHES:  # they are None, else refused: the engine passes its own
+        kwargs.pop(name, None)
     if setting(model, kwargs, "cache_implementation") is not None:
         kwargs["cache_implementation"] = None  # generate() wants none beside a cache
     n_tokens = int(ids.shape[1])

@@ -25,6 +25,9 @@ from impress.errors import Unsupported
 from impress.foreign import layer_settings
 from impress.values import uncompiled_call
 
+#: What Transformers calls a request's cache, as an argument and in results; and whatever it did.
+CACHES: Final = ("cache", "past_key_values", "cache_params")
+CACHE: Final = "cache" if version_of("transformers").release >= (5, 24) else "past_key_values"
 #: The package of the code that comes with a model's files (trust_remote_code).
 _REMOTE: Final = "transformers_modules"
 #: Classes of accelerate's hooks that bring tensors to a device, or hold such hooks. CpuOffload is

@@ -21,7 +21,7 @@ from transformers import (
 
 from impress.engines.hf_cache import RequestCache
 from impress.engines.hf_models import Prompt
-from impress.engines.hf_modules import bare, switches
+from impress.engines.hf_modules import CACHE, bare, switches
 from impress.errors import PrefixLost, Unsupported
 
 #: Tokens of an answer that are compared with the exact one's.
@@ -142,7 +142,7 @@ class RawLogits:
     def note(self, cache: Any, module: Any, args: Any, output: Any) -> None:
         """Skips a pass over another cache, or none: it is not the request's. Code called on the way
         (a processor, a streamer) may run the model."""
-        if getattr(output, "past_key_values", None) is not cache:
+        if getattr(output, CACHE, None) is not cache:
             return
         last = output.logits[0, -1]
         if self.first is None:
