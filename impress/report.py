@@ -68,9 +68,9 @@ def write_text(target: Path, text: str) -> None:
     try:
         draft.write_text(text)
         draft.replace(target)
-    except OSError:
+    except OSError as err:  # which names the draft
         draft.unlink(missing_ok=True)
-        raise
+        raise OSError(err.errno, err.strerror, str(target)) from err
 
 
 def conditions() -> dict[str, Any]:

@@ -327,7 +327,7 @@ def test_labels_of_another_programs_port_are_shown_as_they_are(capsys):
     assert r"[/a]\x1b[31m 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["loop", "n" * 300])
+@pytest.mark.parametrize("name", ["loop", "n" * 300, "/proc/out.json"])
 def test_a_json_file_that_cannot_be_is_refused_before_the_work(path, tmp_path, name):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     done = run("repack", "--store", path, "--json", tmp_path / name)
