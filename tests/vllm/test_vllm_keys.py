@@ -397,6 +397,26 @@ def test_what_a_server_applies_of_an_adapter_is_part_of_its_name(
     assert key(["fc1", "v_proj"]) == two
 
 
+def test_adapters_are_mixed_where_the_kernels_do_so(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 mended what 0.32 did: requests without an adapter were kept from the store there,
+    too, as on every server with --enable-lora on the CPU."""
+    from vllm.lora.ops import torch_ops
+
+    def kernel(*, masks: bool) -> Any:
+        def expand(inputs: Any, weights: Any, output: Any, indices: Any) -> None:
+            found = (inputs[:, None] * weights[indices]).sum(-1)
+            output += found.masked_fill((indices == -1)[:, None], 0) if masks else found
+
+        return expand
+
+    for masks in (False, True):
+        monkeypatch.setattr(torch_ops, "bgmv_expand", kernel(masks=masks))
+        assert _served(models["opt"], enable_lora=True).mixes_adapters is not masks
+        assert not _served(models["opt"]).mixes_adapters
+
+
 def test_a_key_of_unknown_kind_is_refused() -> None:
     def keys_of(request: Any, first: int, end: int, at: int) -> Any:
         return (("steering", "x"),), at
@@ -826,6 +846,9 @@ def test_the_namespace_covers_a_config_from_elsewhere_and_how_weights_are_quanti
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert named(quantization="fp8") != plain_fp8 and named() == plain
+    with monkeypatch.context() as patch:  # another release may have other kernels for it
+        patch.setattr("vllm.version.__version__", "0.0.1")
+        assert named(quantization="fp8") != plain_fp8 and named() == plain
     kernels = {"linear_backend": "marlin"}
     assert named(quantization="fp8") != plain_fp8 and named() == plain
     kernels = {}

@@ -23,6 +23,7 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 import torch
 import vllm._custom_ops  # noqa: F401  # the kernels that this processor has
 from vllm import envs
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from impress.config import Config
 from impress.engines.vllm import hanging, saving, scheduling, uses
@@ -161,6 +162,27 @@ def test_a_pause_is_not_over_while_blocks_are_still_to_be_read(
         engine.step()
     served.settle()
     assert served.used_blocks() == 0
+
+
+def test_nothing_reads_blocks_that_are_about_to_be_unmapped(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sleep(1, mode="keep")` unmaps the KV cache on CUDA while blocks of running requests wait to
+    be stored. vLLM 0.33 tells a connector just before; here the test does."""
+    served = serve()
+    engine = served.llm.llm_engine
+    with held_back(served, monkeypatch):
+        engine.add_request("kept", {"prompt_token_ids": PROMPT}, params(5))
+        engine.step()
+        assert served.worker.saver.reads()
+        get_kv_transfer_group().unregister_kv_caches()
+        assert not served.worker.saver.reads()
+    get_kv_transfer_group().unregister_kv_caches()  # vLLM may say so twice
+    while engine.has_unfinished_requests():
+        engine.step()
+    served.settle()
+    assert served.used_blocks() == 0
+    assert served.store.lookup(PROMPT) == 0
 
 
 @pytest.mark.parametrize("told", [{}, {"clear_cache": False}], ids=["not told", "told not to"])

@@ -211,16 +211,6 @@ def test_what_vllm_may_mix_an_adapter_into_is_served_without_the_store(tmp_path:
     assert len(_step(side, request, 256).loads) == 1
 
 
-def test_vllm_still_takes_the_last_adapter_for_none_on_the_cpu() -> None:
-    """Once this fails, vLLM is mended: Served.mixes_adapters can go."""
-    import torch
-    from vllm.lora.ops.torch_ops import bgmv_expand
-
-    adapters, out = torch.stack([torch.zeros(4, 2), torch.ones(4, 2)]), torch.zeros(1, 4)
-    bgmv_expand(torch.ones(1, 2), adapters, out, torch.tensor([-1]))
-    assert out.any()
-
-
 def test_what_is_loaded_is_named_up_to_its_end() -> None:
     """Keys of later blocks are not among its names: a lease would refuse them."""
     import torch

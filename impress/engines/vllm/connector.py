@@ -154,6 +154,11 @@ class ImpressConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             )  # fmt: skip
             return
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM (from 0.33 on) is about to unmap the KV cache: nothing reads it from here on."""
+        if self.worker is not None:
+            self.worker.let_go()
+
     def handle_preemptions(self, kv_connector_metadata: StepPlan) -> None:
         self._worker().begin(kv_connector_metadata)
 

@@ -134,6 +134,11 @@ def environment_of(vllm_config: Any) -> dict[str, str]:
     if str(model.dtype) == "torch.float32" and (mode := fpmath()):  # no effect off the CPU
         found["fpmath"] = mode
     if model.quantization:
+        from vllm.version import __version__
+
+        # A release may give the same weights other kernels: 0.33 leaves activations in bfloat16
+        # on CPUs where 0.32 rounded them to fp8.
+        found["vllm"] = __version__
         found.update({name: os.environ[name] for name in _ROUNDING if name in os.environ})
         kernels = {name: getattr(vllm_config.kernel_config, name, None) for name in _KERNELS}
         found.update({k: str(set_to) for k, set_to in kernels.items() if set_to not in _UNSET})

@@ -216,11 +216,22 @@ def served(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Served
     for policy in (settings.policy, settings.floor):
         check_policy(policy, geometry, settings.config.window)
     namespace = _namespace(vllm_config, settings, dtype)
-    # On the CPU vLLM 0.32's kernels number a token without an adapter -1, and take the last adapter
-    # they hold for it whenever a step has a request with one.
-    mixes = vllm_config.lora_config is not None and vllm_config.device_config.device_type == "cpu"
     lora = _lora(vllm_config.lora_config)
+    mixes = vllm_config.lora_config is not None and _mixes_adapters(vllm_config)
     return Served(geometry, namespace, names, spec.block_size, lora, mixes)
+
+
+def _mixes_adapters(vllm_config: Any) -> bool:
+    """Whether vLLM's kernels apply an adapter to requests that name none: on the CPU they number
+    such a token -1, and until 0.33 took the last adapter they held for it."""
+    if vllm_config.device_config.device_type != "cpu":
+        return False
+    import torch
+    from vllm.lora.ops.torch_ops import bgmv_expand
+
+    adapters, out = torch.stack([torch.zeros(4, 2), torch.ones(4, 2)]), torch.zeros(1, 4)
+    bgmv_expand(torch.ones(1, 2), adapters, out, torch.tensor([-1]))
+    return bool(out.any())
 
 
 def _check_features(vllm_config: Any, settings: Settings) -> None:

@@ -260,6 +260,11 @@ class WorkerSide:
         if self.saver is not None:
             self.saver.flush()
 
+    def let_go(self) -> None:
+        """On return no block is being read, and what waited to be stored is forgotten."""
+        if self.saver is not None:
+            self.saver.drop(None)
+
     def close(self) -> None:
         """Finish what is being saved, give up what is being read. Idempotent."""
         self._end_loads()
