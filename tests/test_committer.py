@@ -760,3 +760,24 @@ def test_who_goes_on_behind_a_packed_put_that_failed_stores_nothing(
     assert store.stats()["refused"] == {"failed": 1}
     assert put_prompt(store, tokens, wait_s=60).wait(60)
     assert_serves(store, tokens, 256)
+
+
+def test_a_buffer_that_cannot_be_kept_holds_nobody_up(
+    open_store: Open, geometry: impress.Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write before it never counted as ended: the store failed after two minutes as by a disk
+    that hangs, no other was taken for half a minute, and its space stayed taken."""
+    store = open_store(geometry)
+    keep, failed = store.write_buffers._keep, list[int]()
+
+    def once(memory: Any) -> None:
+        if not failed:
+            failed.append(1)
+            raise MemoryError
+        keep(memory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.write_buffers, "_keep", once)
+        assert put_prompt(store, prompt(64, 1)).wait(60)
+    assert failed and store.write_buffers.used_bytes == 0
+    sound(store, [1])

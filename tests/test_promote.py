@@ -781,6 +781,31 @@ def test_lessons_that_wait_are_bounded_in_bytes(
     assert store.history.tick == learnt + 3 and store._reading.lessons._held == 0
 
 
+def test_a_lesson_that_cannot_be_queued_keeps_no_room_from_others(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes counted as waiting for as long as the process lived: after enough of them nothing
+    was learnt any more."""
+    store = open_store(GEOMETRY, dram_bytes=0)
+    put_prompt(store, prompt(N)).wait(60)
+    ask(store, prompt(N), Exact())
+    learnt, submit = store.history.tick, store._pool.submit
+
+    def no_memory(lane: Lane, *given: Any, **named: Any) -> Any:
+        if lane is Lane.PROMOTE:
+            raise MemoryError
+        return submit(lane, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._pool, "submit", no_memory)
+        ask(store, prompt(N), Exact())
+    settled(store)
+    assert store.history.tick == learnt and store._reading.lessons._held == 0
+    ask(store, prompt(N), Exact())
+    settled(store)
+    assert store.history.tick > learnt
+
+
 def test_the_last_request_before_a_store_closes_is_learnt_from(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

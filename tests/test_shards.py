@@ -554,6 +554,28 @@ def test_a_reader_that_cannot_take_its_file_away_is_gone_all_the_same(
     assert present(tmp_path / "readers") == []
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=repr)
+def test_a_killed_readers_file_that_could_not_be_removed_once_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Who had looked kept it locked, and took its own lock for a living reader's until it ended:
+    no space that the reader might read was given back before its time."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    folder = tmp_path / "readers"
+    killed = Presence(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", read_only)
+        killed.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fails)
+        with suppress(KeyboardInterrupt):
+            assert len(present(folder)) == 1  # not known to be gone
+    assert present(folder) == [] and not any(folder.iterdir())
+
+
 @pytest.mark.parametrize("left", ["folder", "index"])
 def test_a_shard_whose_first_open_was_cut_off_does_no_harm_to_the_others(
     open_store: Open, geometry: impress.Geometry, left: str

@@ -262,10 +262,12 @@ class BufferPool:
 
     def take_back(self, memory: Bytes) -> None:
         """Called by Buffer under `lock` when its last reference goes and it no longer counts."""
-        self._keep(memory)
-        if self.kept_bytes > self._keep_bytes:
-            _may_be_taken(memory)
-        self._freed.notify_all()
+        try:
+            self._keep(memory)
+            if self.kept_bytes > self._keep_bytes:
+                _may_be_taken(memory)
+        finally:  # kept or not, for want of memory: it is no longer in use
+            self._freed.notify_all()
 
     def lend(self) -> None:
         """Called by Buffer under `lock`: it is no longer rented."""

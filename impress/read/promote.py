@@ -147,7 +147,12 @@ def _queue(reading: Reading, tasks: list[Task], over: Callable[[], object] = not
     elif reading.pool.closing:  # its copies were the last that the store did
         tasks.pop()()
     else:
-        reading.pool.submit(Lane.PROMOTE, tasks, note=note)
+        try:
+            reading.pool.submit(Lane.PROMOTE, tasks, note=note)
+        except BaseException:
+            if tasks:  # not queued: nobody else calls it
+                over()
+            raise
         return
     over()
 

@@ -247,13 +247,15 @@ class Draft:
 
     def _ended(self, buffer: Buffer) -> None:
         """A write is over; after the last one, whoever gave up is told."""
-        buffer.release()
-        with self._lock:
-            self._writing -= 1
-            self._fewer.notify_all()
-            then = None if self._writing else self._then
-        if then is not None:
-            then()
+        try:
+            buffer.release()
+        finally:  # it may have found no memory: whoever waits for the last write waits all the same
+            with self._lock:
+                self._writing -= 1
+                self._fewer.notify_all()
+                then = None if self._writing else self._then
+            if then is not None:
+                then()
 
     def _write(self, layer: int, first: int, count: int, slot: Bytes) -> None:
         at = 0

@@ -109,8 +109,10 @@ def _seen(path: Path) -> Seen | None:
             return None
         fd = lock_file(path)
         if fd is not None:  # nobody's any more
-            path.unlink(missing_ok=True)
-            unlock_file(fd)
+            try:
+                path.unlink(missing_ok=True)
+            finally:  # else this process's own lock would be taken for a reader's from here on
+                unlock_file(fd)
             return None
         raw = path.read_bytes()[:_MOST_BYTES]
     except OSError:
