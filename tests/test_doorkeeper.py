@@ -113,3 +113,8 @@ def test_an_engine_stores_at_the_second_use(tmp_path: Path) -> None:
         assert engine.last_request.refused == "it has no whole window of 16 tokens"
         engine.generate(ids, max_new_tokens=2)
         assert engine.last_request is not None and engine.last_request.hit_tokens == 32
+    # After a restart every use is a first one: what is stored up to a prompt's end was refused.
+    with attach(model, tmp_path / "store", config=config) as engine:
+        engine.generate(ids[:, :32], max_new_tokens=1)
+        assert engine.last_request is not None
+        assert (engine.last_request.hit_tokens, engine.last_request.refused) == (16, "")

@@ -847,6 +847,40 @@ def test_a_full_line_skips_and_counts_and_frees_what_it_skips(tmp_path):
         assert freed == ["skipped", "waiting"]
 
 
+@pytest.mark.parametrize("mode", ["exact", "recompute"])
+def test_a_request_with_nothing_new_takes_no_new_prompts_place_in_the_line(
+    tmp_path, monkeypatch, mode
+):
+    """What is stored was taken to end where reading had: a prompt that was stored up to its last
+    token, or was recomputed, waited in the line with its rows, and new ones were not stored."""
+    go, store_rows = threading.Event(), StoreQueue._store_rows
+    go.set()
+
+    def waits(line, job):
+        assert go.wait(60)
+        store_rows(line, job)
+
+    monkeypatch.setattr(StoreQueue, "_store_rows", waits)
+    stored, busy, new = (prompts(192, seed=seed) for seed in (1, 2, 3))
+    said = []
+    with attach(tiny(), tmp_path, mode) as engine:
+        engine.generate(stored, max_new_tokens=1)
+        engine.flush()
+        go.clear()
+        try:
+            engine.generate(busy, max_new_tokens=1)
+            for _ in range(6):
+                engine.generate(stored, max_new_tokens=1)
+                said.append((engine.last_request.mode, engine.last_request.refused))
+            engine.generate(new, max_new_tokens=1)
+        finally:
+            go.set()
+        engine.flush()
+        assert said == [(mode, "")] * 6 and engine.n_skipped == 0
+        assert (engine.last_request.refused, engine.last_request.stored_tokens) == ("", 192)
+        assert engine.store.lookup(new[0].numpy()) == 192
+
+
 def test_a_line_that_was_closed_frees_what_it_is_offered_and_begins_no_thread(tmp_path):
     with attach(tiny(), tmp_path) as engine:
         line, freed = StoreQueue(engine.store, limit=1, wait_s=0), []

@@ -391,8 +391,7 @@ class Engine:
             self._auditor.offer(watch)
         if job is None:
             return Outcome(refused=OF_CHOSEN if self._store_new else "")
-        is_new = any(len(row) > hit for row in job.tokens)
-        if is_new and self._store_new and not job.outcome.refused:
+        if job.is_new and self._store_new and not job.outcome.refused:
             self._storing.offer(job)
         else:
             job.release()

@@ -68,6 +68,7 @@ class Job:
     tokens: tuple[npt.NDArray[np.int32], ...]
     release: Callable[[], None]  # gives the cache's memory back
     outcome: Outcome = field(default_factory=Outcome)
+    is_new: bool = True  # whether the store lacks some of them
     computed: dict[torch.device, Any] = field(default_factory=dict)  # the event after its rows
 
 
@@ -118,21 +119,24 @@ class StoreQueue:
     ) -> Job:
         """What there is to store of a request: whole windows, those that `Config.admit` lets in.
 
-        Effects: notes a use of each. `ends`: see `whole_windows`. `hit`: tokens stored before.
+        Effects: notes a use of each. `ends`: see `whole_windows`. `hit`: tokens that were read. What
+        is stored may be more: a prompt's last token is never read, and a prefix may be recomputed.
         """
         n_held, outcome = cache.length, Outcome()
         rows = whole = whole_windows(sequences[:, :n_held], n_prompt, self._store.window, ends)
         rows = tuple(row[: self._store.admitted(row)] if len(row) else row for row in rows)
+        known = [hit if len(row) <= hit else self._store.lookup(row) for row in whole]
+        is_new = any(len(row) > n for row, n in zip(rows, known, strict=True))
         if not any(map(len, whole)):
             outcome.refused = f"it has no whole window of {self._store.window} tokens"
-        elif all(len(row) <= hit for row in rows) and any(len(row) > hit for row in whole):
+        elif not is_new and any(len(row) > n for row, n in zip(whole, known, strict=True)):
             outcome.refused = 'Config.admit is "second", and this is the first use'
         if n_held != sequences.shape[1] - 1:  # virtual tokens of a prompt-tuned model, say
             outcome.refused = f"the cache holds {n_held} rows for {sequences.shape[1]} tokens"
         computed = {
             device: torch.cuda.current_stream(device).record_event() for device in cache.devices()
         }
-        return Job(cache, rows, cache.release, outcome, computed)
+        return Job(cache, rows, cache.release, outcome, is_new, computed)
 
     def offer(self, job: Job) -> None:
         """Take a job, or skip it at once when the line is full or closed, or has no thread, or a
