@@ -19,6 +19,8 @@ from impress.engines import hf, hf_output
 from impress.engines.choice import Rates, decide, forced
 from impress.engines.costs import KNOWN, MODES, Fit, Span, Stored
 from impress.engines.hf_mode import Modes
+from impress.engines.hf_output import FirstLogits
+from impress.engines.hf_prefix import StoredPrefix
 from impress.policy import Exact, Paper, Recency
 from tiers.errors import ReadFailed
 
@@ -339,6 +341,28 @@ def test_looking_again_at_a_way_that_is_many_times_slower_costs_little():
     assert looked == [0, 17, 255]
 
 
+@pytest.mark.parametrize("n_fast", [0, 30])
+def test_a_read_that_was_given_up_is_not_waited_for_with_each_hit(n_fast):
+    """It told nothing, so a disk that had become slow was waited for in vain with every hit: for
+    all of `read_timeout_s`, and then the prompt was computed."""
+    rates, late, fast = Rates(), [], []
+    rates.note_forward("recompute", 4020, 0.5)
+    for _ in range(n_fast):
+        rates.note_forward("exact", 20, 0.0)
+        rates.note_read("exact", stored(4000), 0.01)
+    for at in range(1000):  # prompts
+        if rates.choose("exact", 4020, stored(4000)).mode == "exact":
+            rates.note_late("exact", stored(4000), 10.0)
+            late.append(at)
+        rates.note_forward("recompute", 4020, 0.5)
+    assert late[:2] == [0, 17] and len(late) <= 4
+    for at in range(2000):  # the disk is what it was
+        if rates.choose("exact", 4020, stored(4000)).mode == "exact":
+            rates.note_read("exact", stored(4000), 0.01)
+            fast.append(at)
+    assert fast[-100:] == [*range(1900, 2000)]
+
+
 def test_a_first_read_that_stalled_does_not_keep_the_next_looks_away():
     """The wait until the next look was set by the very estimate that the look was to correct."""
     rates, looked = Rates(), []
@@ -611,6 +635,27 @@ def test_auto_takes_the_policys_own_mode_first_and_then_the_cheapest(tmp_path, p
         assert torch.equal(out, bare)
         wait_for_promotions(engine.store)
         assert engine.store.buffers.used_bytes == 0
+
+
+def test_an_engine_does_not_wait_for_a_disk_that_stays_slow_with_each_hit(tmp_path, monkeypatch):
+    opened = []
+
+    def late(prefix, policy):
+        opened.append(prefix)
+        raise impress.PrefixLost("late", "told to be")
+
+    model, ids = model_of("llama"), request_ids()
+    filled(model, tmp_path).close()
+    with attach_in("auto", model, tmp_path, store_new=False) as engine:
+        monkeypatch.setattr(StoredPrefix, "open", late)
+        monkeypatch.setattr(FirstLogits, "since_turn_s", lambda first: 10.0)
+        requests = []
+        for _ in range(10):
+            engine.generate(ids, max_new_tokens=1)
+            requests.append(engine.last_request)
+    assert len(opened) == 1
+    assert [request.lost for request in requests] == ["late"] + [""] * 9
+    assert all(request.mode == "recompute" for request in requests)
 
 
 def test_a_miss_says_so(tmp_path):

@@ -101,6 +101,12 @@ class Rates:
         if mode == "exact":
             self._whole_reads.note(stored.amounts, seconds)
 
+    def note_late(self, mode: str, stored: Stored, seconds: float) -> None:
+        """A read was given up after so many seconds, and would have taken longer. It is believed
+        without waiting for others: each would take as long."""
+        self._costs.reads[mode].age(MOST_AGE)
+        self._costs.reads[mode].note(stored.amounts, seconds, is_sure=True)
+
     def note_request(self, mode: str, seconds: float) -> None:
         """The last request that was chosen for took `seconds` to its first token; to be noted after
         its forward and its read. Where it was served in another mode, it tells nothing."""

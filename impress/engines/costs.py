@@ -82,12 +82,14 @@ class Fit:
             for subset in sorted(combinations(range(n_amounts), size), reverse=True)
         ]  # fmt: skip
 
-    def note(self, amounts: Sequence[float], seconds: float) -> None:
-        """One sample: what was asked for, and how long it took."""
+    def note(
+        self, amounts: Sequence[float], seconds: float, *, is_sure: bool = False
+    ) -> None:  # fmt: skip
+        """One sample: what was asked for, and how long it took. `is_sure`: it is no mere stall."""
         expected = self.seconds(amounts)
         x = np.asarray(amounts, dtype=np.float64)
         is_new = x[-1] and not self._rare  # nothing is known yet of what some of it costs
-        if expected and self.n_samples >= KNOWN and not is_new:
+        if expected and self.n_samples >= KNOWN and not (is_new or is_sure):
             seconds = min(seconds, MOST_SURPRISE * expected)
         if self.n_samples == 1:  # a process's first takes longer, and may meet a disk that stalls
             self.age(MOST_AGE)

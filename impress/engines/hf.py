@@ -31,7 +31,6 @@ from impress.blockhash import namespace_digest
 from impress.config import Config
 from impress.engines import hf_models
 from impress.engines.buffers import VirtualBuffers, buffers_of
-from impress.engines.choice import Choice
 from impress.engines.hf_audit import Auditor, Shared, Watch, turn_of, watch_of
 from impress.engines.hf_cache import RowsCache, rent
 from impress.engines.hf_chosen import ChosenCache, attending, check_choosing, check_policy, chooses
@@ -209,8 +208,7 @@ class Engine:
                 first.check_ours(err)
                 undo.close()
                 lost, prefix, watch = err.reason, None, None
-                choice = Choice("recompute", f"recompute: the prefix was lost ({lost})")
-                way = replace(way, choice=choice)
+                way = self._modes.lose(way, lost, first.since_turn_s())
                 result, cache = self._run(prompt, None, EXACT, once, first, None)
             if cache is not None:
                 undo.callback(cache.release)
@@ -229,8 +227,7 @@ class Engine:
                 memory=self.buffers.said if self.buffers is not None else "pooled",
                 **totals(prefix.reports() if prefix is not None else [], self.store.geometry),
             )
-            if not lost:  # after a lost prefix the model ran twice
-                self._modes.learn(request, way, len(prompt.rows), first.turn_ms, unread)
+            self._modes.learn(request, way, len(prompt.rows), first.turn_ms, unread)
             stored = self._store(prompt, sequences, first.given, cache, hit, watch, undo)
             self._last = request, stored
         return result

@@ -7,7 +7,7 @@ auto: a policy not yet trusted counts as exact (guard); then the cheapest by the
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from impress.engines.choice import Choice, Rates, forced
@@ -37,6 +37,8 @@ class Way:
     watched: Decision | None = None
     """Set where the request is to be weighed after its answer."""
     ledger: bytes = b""
+    lost_s: float = 0.0
+    """How long after its turn the prefix was given up as lost; all was computed from there on."""
 
     @property
     def reads_by(self) -> Policy:
@@ -152,6 +154,19 @@ class Modes:
             return Choice("exact", f"exact: {lacking}")
         return choice
 
+    def lose(self, way: Way, reason: str, seconds: float) -> Way:
+        """The way of a request whose prefix was lost so long after its turn: computing all of it.
+
+        Effects: a shadow counts as dropped; a read that came too late is learnt from, else a disk
+        that stays slow would be waited for with every hit, each time for all of its limit.
+        """
+        if way.watched is not None:
+            self._store.ledgers.dropped(way.ledger)
+        if reason == "late" and way.stored is not None:
+            self.rates.note_late(way.choice.mode, way.stored, seconds)
+        choice = Choice("recompute", f"recompute: the prefix was lost ({reason})")
+        return replace(way, choice=choice, lost_s=seconds)
+
     def learn(
         self, request: Request, way: Way, batch: int, turn_ms: float,
         unread: StoredPrefix | None = None,
@@ -162,7 +177,10 @@ class Modes:
             unread.passed_by()
         wait_s = sum(line["wait_ms"] for line in request.per_layer) / 1e3
         n_computed = batch * (request.n_tokens - request.hit_tokens)
-        self.rates.note_forward(request.mode, n_computed, max(turn_ms / 1e3 - wait_s, 0.0))
+        forward_s = max(turn_ms / 1e3 - wait_s - way.lost_s, 0.0)
+        self.rates.note_forward(request.mode, n_computed, forward_s)
+        if request.lost:  # what it took in all says nothing: the model began twice
+            return
         if request.hit_tokens and way.stored is not None:
             self.rates.note_read(request.mode, way.stored, wait_s)
         if way.stored is not None:

@@ -60,6 +60,10 @@ class FirstLogits(LogitsProcessor):  # type: ignore[misc]  # the base is untyped
         if self.ttft_ms:
             raise err
 
+    def since_turn_s(self) -> float:
+        """Seconds since the request's turn came."""
+        return perf_counter() - self._made
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not self.ttft_ms:
             if scores.is_cuda:  # only launched so far; generate() waits right after this, too
