@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from experiments import results_table
+from experiments.cells import begin_anew
 from experiments.common import Unable, check_rate, console, parser_of, stop
 from experiments.harness import check_fio, duration
 
@@ -87,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print("trace: left as it is, its report is of a file; --trace FILE replays one")
         if args.disk_gb_s is None and not {*names}.isdisjoint(_DISK):
             check_fio()
+        if not args.resume:  # of all now: else those after a stop would go on from an older run
+            for name in names:
+                begin_anew(args.out / f"{name}.json")
         ran = [one(name, args) for name in names]
     except KeyboardInterrupt:
         console.print("stopped; --resume goes on")

@@ -50,8 +50,7 @@ class Cells:
         if self._path is None:
             return
         if not resume:
-            _put_aside(self._path, "cells")
-            _put_aside(rounds_file(report), "rounds")
+            begin_anew(report)
         kept = _lines(self._path) if resume and self._path.exists() else []
         for cell in kept:
             if cell.get("host", machine()) != machine():
@@ -112,21 +111,23 @@ class Cells:
         return sorted({cell["date"][:10] for cell in times if "date" in cell})
 
 
-def _put_aside(path: Path | None, what: str) -> None:
-    if path is not None and path.exists() and path.stat().st_size:
-        aside = _aside(path)
-        with named(path):
-            path.replace(aside)
-        print(
-            f"without --resume all is measured anew; {what} of before: {aside} (renamed to "
-            f"{path.name}, --resume takes them up)", file=sys.stderr,
-        )  # fmt: skip
+def begin_anew(report: Path | None) -> None:
+    """Put the cells and rounds kept beside a report aside, and say where they are."""
+    for path, what in ((state_file(report), "cells"), (rounds_file(report), "rounds")):
+        if path is not None and path.exists() and path.stat().st_size:
+            print(
+                f"without --resume all is measured anew; {what} of before: {put_aside(path)} "
+                f"(renamed to {path.name}, --resume takes them up)", file=sys.stderr,
+            )  # fmt: skip
 
 
-def _aside(path: Path) -> Path:
-    """A path that does not exist yet: before.NAME, before1.NAME, …"""
+def put_aside(path: Path) -> Path:
+    """Rename a file to one that does not exist yet, before.NAME, before1.NAME, …: this path."""
     names = (path.with_name(f"before{n or ''}.{path.name}") for n in count())
-    return next(name for name in names if not name.exists())
+    aside = next(name for name in names if not name.exists())
+    with named(path):
+        path.replace(aside)
+    return aside
 
 
 def machine() -> str:

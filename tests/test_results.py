@@ -325,6 +325,37 @@ def test_made_up_conversations_never_replace_the_report_of_a_file(
         assert ("trace" not in ran) == skipped
 
 
+def test_a_run_that_is_stopped_and_gone_on_with_takes_no_cell_of_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the experiment under way had put its cells aside: --resume reported those of an older
+    commit for all that came after it. What is not run keeps its own."""
+    names = ("hits", "hashpool", "trace", "threshold")
+    kept = [tmp_path / f"{name}.{what}.jsonl" for name in names for what in ("cells", "rounds")]
+    for path in kept:
+        path.write_text("older")
+    report = {"meta": {**META, "synthetic": False}, "rows": []}  # so it is left as it is
+    (tmp_path / "trace.json").write_text(json.dumps(report))
+    begun: list[str] = []
+
+    def one(name: str, *_: Any) -> everything.Ran:
+        begun.append(name)
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+        return everything.Ran(name, 0, 0.0)
+
+    monkeypatch.setattr(everything, "one", one)
+    command = ["--only", "hits", "hashpool", "trace", "--out", str(tmp_path)]
+    assert everything.main(command) == 130
+    (tmp_path / "hits.cells.jsonl").write_text("newer")
+    assert everything.main([*command, "--resume"]) == 0
+    assert begun == ["hits", "hits", "hashpool"]
+    assert (tmp_path / "hits.cells.jsonl").read_text() == "newer"
+    left = {path.name.split(".")[0] for path in kept if path.exists()}
+    assert left == {"hits", "trace", "threshold"}
+    assert all((tmp_path / f"before.{path.name}").exists() for path in kept[:4])
+
+
 def test_what_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(everything, "_LIMIT_S", {True: 0})
     args = argparse.Namespace(out=tmp_path, dir=tmp_path, quick=True, resume=False)
