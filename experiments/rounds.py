@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.cells import machine, rounds_file
+from experiments.cells import machine, put_aside, rounds_file
 from experiments.common import console, named
 from impress.report import commit, write_text
 
@@ -21,7 +21,7 @@ Round = dict[str, Any]
 
 class Rounds:
     """`kept`: rounds of this cell that earlier runs measured, at this commit on this machine, where
-    this run goes on. The file holds one cell: the rounds of another are dropped for it.
+    this run goes on. The file holds one cell: rounds that it does not go on with are put aside.
 
     Not synced: that would be a write during the measurement, and rounds lost in a power cut can be
     measured again.
@@ -42,7 +42,7 @@ class Rounds:
         head = {"params": dict(params), "commit": commit(), "host": machine()}
         lines = _lines(self._path) if resume else []
         if lines[:1] != [head]:
-            _say_dropped(lines, head)
+            _put_aside(self._path, lines, head)
             lines = [head]
         self.kept = [line["round"] for line in lines[1:]]
         self._of = [(line["run"], line["knows"]) for line in lines[1:]]
@@ -68,16 +68,24 @@ class Rounds:
                 file.write(json.dumps(line) + "\n")
 
 
-def _say_dropped(lines: list[Any], head: Mapping[str, Any]) -> None:
-    """Print a line where rounds that were kept are measured again: hours may be in them."""
-    if len(lines) > 1 and lines[0].get("params") == head["params"]:
-        other = "commit" if lines[0].get("commit") != head["commit"] else "machine"
-        console.print(f"{len(lines) - 1} rounds of another {other} are measured again")
-    elif len(lines) > 1:
-        its, n = lines[0].get("params", {}), len(lines) - 1
-        if n * its.get("in_a_row", 1) < its.get("n", 0):  # else that cell is whole, and kept
-            cell = its.get("cell", "another cell")
-            console.print(f"{n} rounds of {cell}, begun before, are dropped for this one")
+def _put_aside(path: Path, lines: list[Any], head: Mapping[str, Any]) -> None:
+    """Put rounds aside that another run may go on with, and say where: hours may be in them."""
+    n, old = len(lines) - 1, lines[0] if lines else {}
+    its, where = old.get("params", {}), ""
+    if n < 1:
+        return
+    if its == head["params"]:
+        other = "commit" if old.get("commit") != head["commit"] else "machine"
+        said = f"{n} rounds of another {other} are measured again"
+        where = f" with that {other}"
+    elif n * its.get("in_a_row", 1) < its.get("n", 0):
+        said = f"{n} rounds of {its.get('cell', 'another cell')}, begun before, are put aside"
+    else:  # that cell is whole, and kept
+        return
+    console.print(
+        f"{said}: {put_aside(path)} (renamed to {path.name}, --resume takes them up{where})",
+        soft_wrap=True,
+    )
 
 
 def _lines(path: Path) -> list[Any]:

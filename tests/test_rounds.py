@@ -101,28 +101,39 @@ def report(tmp_path: Path) -> Path:
 def test_rounds_of_another_cell_or_commit_are_not_gone_on_with(
     report: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing was said where the code had been edited meanwhile, and half an hour was gone."""
+    """Nothing was said where the code had been edited meanwhile, and half an hour was gone. Later
+    a line said so, and the rounds of a cell of hours were gone after any commit."""
     assert _kept(report) == [{"as": [1]}, {"as": [2]}]
+    path = report.with_name("ttft.rounds.jsonl")
     with monkeypatch.context() as patch:
         patch.setattr(module, "commit", lambda: "another")
         assert _kept(report) == []
-    assert "2 rounds of another commit are measured again" in capsys.readouterr().out
+    aside = path.with_name(f"before.{path.name}")
+    said = f"2 rounds of another commit are measured again: {aside} (renamed to {path.name}, "
+    assert said + "--resume takes them up with that commit)" in capsys.readouterr().out
     assert _kept(report) == []  # the file is the other commit's now
     assert not capsys.readouterr().out  # which had no round
+    aside.replace(path)
+    assert _kept(report) == [{"as": [1]}, {"as": [2]}]
 
 
 @pytest.mark.parametrize("n", [4, 2], ids=["unfinished", "finished"])
 def test_rounds_of_a_cell_that_another_takes_the_place_of_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], n: int
 ) -> None:
-    """Forty minutes of a cell went without a word where another was measured first. A cell that was
-    finished is kept elsewhere."""
+    """Forty minutes of a cell went without a word where another was measured first, later with one.
+    A cell that was finished is kept elsewhere."""
     made = Rounds(tmp_path / "ttft.json", {**PARAMS, "n": n}, resume=False)
     for i in range(2):
         made.add({"as": [i]})
     assert _kept(tmp_path / "ttft.json", {**PARAMS, "cell": "zipf 0.6"}) == []
-    said = " ".join(capsys.readouterr().out.split())
-    assert said == "2 rounds of base, begun before, are dropped for this one" * (n == 4)
+    said = capsys.readouterr().out.splitlines()
+    asides = [*tmp_path.glob("before*")]
+    assert len(said) == len(asides) == (n == 4)
+    for line, aside in zip(said, asides, strict=True):
+        assert f"2 rounds of base, begun before, are put aside: {aside} " in line
+        aside.replace(tmp_path / "ttft.rounds.jsonl")
+        assert len(_kept(tmp_path / "ttft.json", {**PARAMS, "n": n})) == 2
 
 
 @pytest.mark.parametrize("change", [{"params": PARAMS | {"n": 5}}, {"resume": False}])
