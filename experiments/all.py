@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -25,7 +24,14 @@ from typing import Final
 
 from experiments import results_table
 from experiments.cells import begin_anew
-from experiments.common import Unable, check_rate, console, parser_of, stop
+from experiments.common import (
+    Unable,
+    check_rate,
+    console,
+    parser_of,
+    say_stopped,
+    stopped_as_by_ctrl_c,
+)
 from experiments.harness import check_fio, duration
 
 #: In the order in which they run: those that need a quiet disk come one after the other.
@@ -72,39 +78,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--disk-gb-s", type=float, metavar="X", help="default: it is measured")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="for trace; default: made up")
     args = parser.parse_args(argv)
-    before = signal.signal(signal.SIGTERM, stop)
     try:
-        if not args.dir.is_dir():  # each would say so, one after the other
-            raise Unable(f"--dir {args.dir}: no such directory")
-        if args.trace is not None and not args.trace.is_file():
-            raise Unable(f"--trace {args.trace}: no such file")
-        check_rate(args.disk_gb_s)
-        if not args.out.absolute().parent.is_dir():
-            raise Unable(f"--out {args.out}: no such directory to make it in")
-        args.out.mkdir(exist_ok=True)
-        names = [*args.only]
-        if "trace" in names and args.trace is None and _of_a_file(args.out / "trace.json"):
-            names.remove("trace")
-            console.print("trace: left as it is, its report is of a file; --trace FILE replays one")
-        if args.disk_gb_s is None and not {*names}.isdisjoint(_DISK):
-            check_fio()
-        if not args.resume:  # of all now: else those after a stop would go on from an older run
-            for name in names:
-                begin_anew(args.out / f"{name}.json")
-        ran = [one(name, args) for name in names]
+        with stopped_as_by_ctrl_c():
+            ran = [one(name, args) for name in _begun(args)]
     except KeyboardInterrupt:
-        console.print("stopped; --resume goes on")
+        say_stopped("stopped; --resume goes on")
         return 130
     except (Unable, OSError) as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
     _say(ran)
     status = 1 if any(r.status for r in ran) else 0
     if args.out.resolve() == (_ROOT / "docs" / "results").resolve():  # however it was named
         status = results_table.fill_all(_ROOT / "docs") or status
     return status
+
+
+def _begun(args: argparse.Namespace) -> list[str]:
+    """Names of those to run, once nothing forbids it; without --resume nothing of before is left
+    for them to go on with. Raises Unable, OSError."""
+    if not args.dir.is_dir():  # each would say so, one after the other
+        raise Unable(f"--dir {args.dir}: no such directory")
+    if args.trace is not None and not args.trace.is_file():
+        raise Unable(f"--trace {args.trace}: no such file")
+    check_rate(args.disk_gb_s)
+    if not args.out.absolute().parent.is_dir():
+        raise Unable(f"--out {args.out}: no such directory to make it in")
+    args.out.mkdir(exist_ok=True)
+    names = [*args.only]
+    if "trace" in names and args.trace is None and _of_a_file(args.out / "trace.json"):
+        names.remove("trace")
+        console.print("trace: left as it is, its report is of a file; --trace FILE replays one")
+    if args.disk_gb_s is None and not {*names}.isdisjoint(_DISK):
+        check_fio()
+    if not args.resume:  # all now: one that a stop is before would go on from an older run
+        for name in names:
+            begin_anew(args.out / f"{name}.json")
+    return names
 
 
 def _of_a_file(report: Path) -> bool:
@@ -135,7 +145,7 @@ def one(name: str, args: argparse.Namespace) -> Ran:
         except subprocess.TimeoutExpired:
             _end(child)
             status = 124
-        except KeyboardInterrupt:  # Ctrl-C, which the terminal sends to the child too, or SIGTERM
+        except KeyboardInterrupt:  # Ctrl-C, that the child may have had, too
             _end(child)
             raise
     if status == 130:

@@ -11,10 +11,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from rich.table import Table
@@ -67,7 +67,7 @@ def run(
                 with named(args.json):
                     write_report(args.json, figures, rows, seed=args.seed, quick=args.quick, **meta)
         except KeyboardInterrupt:
-            console.print("stopped; the temporary data is gone")
+            say_stopped("stopped; the temporary data is gone")
             return 130
         except (Unable, OSError, ImpressError) as err:
             print(f"error: {err}", file=sys.stderr)
@@ -119,30 +119,57 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
-def stop(_signal: int, _frame: object) -> None:
-    """Handles SIGTERM as Ctrl-C."""
+#: Signals that end an experiment; a closed terminal sends SIGHUP.
+_ENDS: Final = (signal.SIGTERM, signal.SIGHUP)
+
+
+def _stop(_signal: int, _frame: object) -> None:
+    for number in _ENDS:  # a closed terminal sends several, which must not interrupt the clean-up
+        if signal.getsignal(number) is _stop:
+            signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 @contextmanager
+def stopped_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP stop an experiment as Ctrl-C does, except where they are ignored (nohup).
+
+    What is printed then may fail: the terminal may be closed.
+    """
+    ends = [number for number in _ENDS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ends:
+        signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number in ends:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A fresh directory in `parent`, removed at the end, even on Ctrl-C and SIGTERM.
+    """A fresh directory in `parent`, removed at the end, even on Ctrl-C, SIGTERM and SIGHUP.
 
     Raises Unable, OSError.
     """
     if not parent.is_dir():
         raise Unable(f"--dir {parent}: no such directory")
-    before = signal.signal(signal.SIGTERM, stop)
-    folder = Path(tempfile.mkdtemp(prefix="impress-bench-", dir=parent)).resolve()
-    try:
-        yield folder
-    finally:
-        # A second signal must not leave data behind: gigabytes take a while to delete.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, before)
+    with stopped_as_by_ctrl_c():
+        folder = Path(tempfile.mkdtemp(prefix="impress-bench-", dir=parent)).resolve()
+        try:
+            yield folder
+        finally:
+            # A second signal must not leave data behind: gigabytes take a while to delete.
+            before = [(n, signal.signal(n, signal.SIG_IGN)) for n in (signal.SIGINT, *_ENDS)]
+            shutil.rmtree(folder, ignore_errors=True)
+            for number, handler in before:
+                signal.signal(number, handler)
+
+
+def say_stopped(text: str) -> None:
+    """Print it where somebody can still read it: not to a terminal that was closed."""
+    with suppress(OSError):
+        console.print(text)
 
 
 def check_rate(gb_s: float | None) -> None:

@@ -31,7 +31,17 @@ from rich.progress import (
 
 from experiments import fio
 from experiments.cells import SKIPPED, Cells, state_file
-from experiments.common import Row, Unable, beside, check_given, check_rate, console, named, scratch
+from experiments.common import (
+    Row,
+    Unable,
+    beside,
+    check_given,
+    check_rate,
+    console,
+    named,
+    say_stopped,
+    scratch,
+)
 from experiments.figures import check_plotting, plot_all
 from impress.errors import ImpressError
 from impress.report import write_report
@@ -145,7 +155,7 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
             with scratch(args.dir) as folder, ExitStack() as exits, named(args.dir):
                 return 1 if _run(experiment, args, folder, exits) else 0
         except KeyboardInterrupt:
-            console.print(_stopped(args.json))
+            say_stopped(_stopped(args.json))
             return 130
         except (Unable, OSError, ImpressError) as err:
             print(f"error: {err}", file=sys.stderr)

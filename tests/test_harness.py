@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import soon
 
 from experiments import bench_control, fio, harness, reliability_table, results_table, zero_hit
 from experiments import figures as plotting
@@ -152,6 +154,47 @@ def test_a_run_that_is_stopped_before_it_kept_anything_names_no_file(
     monkeypatch.setattr(fio, "version", stopped)
     assert Doubling([1]).run(tmp_path, "--json", str(report), uses_disk=True) == 130
     assert "the temporary data is gone" in capsys.readouterr().out
+
+
+_WAITS_ON_A_TERMINAL = """
+import fcntl, signal, sys, termios
+from pathlib import Path
+from experiments.harness import Cell, Experiment, main
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[2]))
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+def measured(options):
+    (options.folder / "data").touch()
+    while not Path(sys.argv[1], "closed").exists():
+        pass
+    return [{"n": 1.0}]
+
+cells = lambda options: [Cell({"part": 1}, lambda: measured(options))]
+made = Experiment("waits", "Waits.", cells, lambda rows, _options: ({}, rows))
+main(made, ["--dir", sys.argv[1], "--json", sys.argv[1] + "/waits.json"])
+"""
+
+
+@pytest.mark.parametrize("how", ["SIG_DFL", "SIG_IGN"])
+def test_a_terminal_that_is_closed_leaves_no_data_behind(tmp_path: Path, how: str) -> None:
+    """Gigabytes stayed, on tmpfs in memory: SIGHUP was no signal that anything was done about. And
+    nothing can be printed by then. Under nohup it is ignored, and the run goes on."""
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", _WAITS_ON_A_TERMINAL, str(tmp_path), how], start_new_session=True,
+        stdin=theirs, stdout=theirs, stderr=theirs, cwd=Path(harness.__file__).parent.parent,
+    ) as process:  # fmt: skip
+        try:
+            os.close(theirs)
+            assert soon(lambda: any(tmp_path.glob("impress-bench-*/data")))
+            os.close(ours)
+            if how == "SIG_IGN":
+                (tmp_path / "closed").touch()
+            process.wait(60)
+        finally:
+            process.kill()
+    assert not list(tmp_path.glob("impress-bench-*"))
+    assert (tmp_path / "waits.cells.jsonl").read_text().count("\n") == (how == "SIG_IGN")
 
 
 def test_what_could_not_be_measured_here_is_tried_again_and_is_no_failure(

@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -363,7 +364,8 @@ def test_what_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 _STOPPED_BY_ITS_CHILD = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 from experiments import all as everything
 sys.executable, *args = sys.argv[1:]
 sys.exit(everything.main(args))
@@ -373,14 +375,17 @@ import os, signal
 from pathlib import Path
 term = {{signal.SIGTERM}}
 signal.pthread_sigmask(signal.SIG_BLOCK, term)
-os.kill(os.getppid(), signal.SIGTERM)
+os.kill(os.getppid(), int(Path(__file__).with_name("how").read_text()))
 if signal.sigtimedwait(term, 60):
     Path(__file__).with_name("ended").touch()
 """
 
 
-def test_sigterm_ends_the_experiment_under_way_too(tmp_path: Path) -> None:
-    """A scheduler ended `experiments.all`, and its child went on for hours."""
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_experiment_under_way_too(tmp_path: Path, how: signal.Signals) -> None:
+    """A scheduler ended `experiments.all`, and its child went on for hours; a closed terminal ended
+    both, and the child's data stayed."""
+    (tmp_path / "how").write_text(str(how.value))
     child = tmp_path / "child.py"
     child.write_text(_CHILD)
     child.chmod(0o755)
