@@ -130,6 +130,26 @@ def put_aside(path: Path) -> Path:
     return aside
 
 
+def kept_of(report: Path | None, *, begun: bool) -> str:
+    """What a run that was stopped says. `begun`: what lies beside the report is of this run, or one
+    that it goes on with."""
+    if state_file(report) is None:
+        return "stopped; the temporary data is gone (with --json FILE, --resume would go on)"
+    kept = _kept(report)
+    if kept is not None and begun:
+        return f"stopped; what was measured is kept ({kept}): --resume goes on from it"
+    older = f" ({kept} is of an earlier run)" if kept is not None else ""
+    return f"stopped before anything was kept; the temporary data is gone{older}"
+
+
+def _kept(report: Path | None) -> Path | None:
+    """The file beside a report that cells, or rounds behind the line that names theirs, are in."""
+    for path, n_before in ((state_file(report), 0), (rounds_file(report), 1)):
+        if path is not None and path.exists() and path.read_bytes().count(b"\n") > n_before:
+            return path
+    return None
+
+
 def machine() -> str:
     """Its kind, and how many processors this process may use. (A disk does not say what it is.)"""
     return f"{host()}, {len(os.sched_getaffinity(0))} processors"

@@ -30,7 +30,7 @@ from rich.progress import (
 )
 
 from experiments import fio
-from experiments.cells import SKIPPED, Cells, state_file
+from experiments.cells import SKIPPED, Cells, kept_of, state_file
 from experiments.common import (
     Row,
     Unable,
@@ -149,13 +149,17 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
     is removed at the end.
     """
     args = _parser(experiment).parse_args(argv)
+    begun = args.resume  # whether what lies beside the report is of this run, or gone on with
     with beside(args.json):
         try:
             _check(experiment, args)
             with scratch(args.dir) as folder, ExitStack() as exits, named(args.dir):
-                return 1 if _run(experiment, args, folder, exits) else 0
+                options, chosen = _planned(experiment, args, folder, exits)
+                done = Cells(args.json, resume=args.resume)  # refused commands leave its file
+                begun = True
+                return 1 if _run(experiment, options, chosen, done) else 0
         except KeyboardInterrupt:
-            say_stopped(_stopped(args.json))
+            say_stopped(kept_of(args.json, begun=begun))
             return 130
         except (Unable, OSError, ImpressError) as err:
             print(f"error: {err}", file=sys.stderr)
@@ -203,21 +207,25 @@ def _check(experiment: Experiment, args: argparse.Namespace) -> None:
         check_plotting(args.plot)
 
 
-def _run(
+def _planned(
     experiment: Experiment, args: argparse.Namespace, folder: Path, exits: ExitStack
-) -> int:  # fmt: skip
-    """Measure and report. Returns how many cells gave no rows."""
+) -> tuple[Options, list[Cell]]:  # fmt: skip
+    """The command line with the disk's rate, and the cells asked for."""
     disk = _disk(args, folder, experiment.uses_disk)
     options = Options(
         args.quick, args.json, args.plot, args.resume, folder, args.seed, disk, args, exits
     )
+    return options, _chosen(experiment.cells(options), args.cells)
+
+
+def _run(experiment: Experiment, options: Options, chosen: Sequence[Cell], done: Cells) -> int:
+    """Measure and report. Returns how many cells gave no rows."""
+    args, disk = options.more, options.disk
     common: dict[str, Any] = {
         "experiment": experiment.name, "seed": args.seed, "quick": args.quick,
     }  # fmt: skip
     if experiment.uses_disk and disk.by == "given":  # another rate stretches differently
         common["disk_gb_s"] = disk.gb_s
-    chosen = _chosen(experiment.cells(options), args.cells)
-    done = Cells(args.json, resume=args.resume)  # a refused command leaves the file as it is
     cells = [(common | dict(cell.params), cell) for cell in chosen]
     missing = any(params not in done for params, cell in cells if not cell.again)
     todo = [
@@ -230,7 +238,7 @@ def _run(
         f"({len(todo)} of {len(cells)} cells to measure){disk.said()}."
     )
     whys = _measure(experiment.name, todo, done, disk)
-    after = _disk_after(args, folder, experiment.uses_disk) if todo else disk
+    after = _disk_after(args, options.folder, experiment.uses_disk) if todo else disk
     keys = [params for params, _ in cells]
     if after.apart(disk):
         console.print(f"the disk gave {disk.gb_s:.2f} GB/s before and {after.gb_s:.2f} after: what "
@@ -377,13 +385,6 @@ def check_fio() -> None:
         fio.version()
     except Unable as err:
         raise Unable(f"{err}; or say --disk-gb-s X") from None
-
-
-def _stopped(report: Path | None) -> str:
-    kept = state_file(report)
-    if kept is None or not kept.exists():
-        return "stopped; the temporary data is gone (with --json FILE, --resume would go on)"
-    return f"stopped; what was measured is kept ({kept}): --resume goes on from it"
 
 
 def duration(seconds: float) -> str:

@@ -20,6 +20,7 @@ from experiments import figures as plotting
 from experiments.cells import SKIPPED, state_file
 from experiments.common import Row, Unable
 from experiments.harness import Cell, Experiment, Figures, Options, _chosen, main
+from experiments.rounds import Rounds
 from experiments.systems.data import Data
 from experiments.systems.generate import Knobs
 from experiments.systems.shapes import SHAPES
@@ -146,14 +147,46 @@ def test_a_report_on_stdout_is_all_that_is_there(
 def test_a_run_that_is_stopped_before_it_kept_anything_names_no_file(
     tmp_path: Path, report: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Stopped while fio ran, say, it named a file of finished cells that was not there."""
+    """Stopped while fio ran, say, it named a file of finished cells that was not there, and later
+    one of an earlier run's: --resume would have reported those."""
 
     def stopped() -> str:
         raise KeyboardInterrupt
 
+    def said(*args: str, stop_at: int | None = None) -> str:
+        command = ["--json", str(report), *args]
+        assert Doubling([1], stop_at).run(tmp_path, *command, uses_disk=stop_at is None) == 130
+        return " ".join(capsys.readouterr().out.split())
+
     monkeypatch.setattr(fio, "version", stopped)
-    assert Doubling([1]).run(tmp_path, "--json", str(report), uses_disk=True) == 130
-    assert "the temporary data is gone" in capsys.readouterr().out
+    assert said().endswith("stopped before anything was kept; the temporary data is gone")
+    assert "before anything was kept" in said(stop_at=1)  # its file is there, and empty
+    assert Doubling([1]).run(tmp_path, "--json", str(report)) == 0
+    state = tmp_path / "doubling.cells.jsonl"
+    before = state.read_text()
+    assert said().endswith("cells.jsonl is of an earlier run)")
+    assert "what was measured is kept" in said("--resume")
+    assert state.read_text() == before
+
+
+def test_a_run_that_is_stopped_in_its_first_cell_names_the_rounds_of_it(
+    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It named the file of cells, in which there was nothing yet."""
+    for n_kept in (0, 1):
+
+        def measure(n_kept: int = n_kept) -> list[Row]:
+            rounds = Rounds(report, {"part": 1}, resume=False)
+            for _ in range(n_kept):
+                rounds.add({"as": [1]})
+            raise KeyboardInterrupt
+
+        cell = Cell({"part": 1}, measure)
+        made = Experiment("rounds", "In rounds.", lambda _, cell=cell: [cell], lambda *_: ({}, []))
+        assert main(made, ["--dir", str(tmp_path), "--json", str(report)]) == 130
+        said = "".join(capsys.readouterr().out.split())
+        assert ("doubling.rounds.jsonl):--resumegoeson" in said) == n_kept
+        assert "cells.jsonl" not in said
 
 
 _WAITS_ON_A_TERMINAL = """
