@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from experiments.common import Row
+from experiments.common import Row, Unable
 from experiments.rounds import Rounds
 from experiments.systems.catalogue import System, choosing
 from experiments.systems.clock import A100, PAPER_DISK_GB_S, Clock, Compute, Roofline, dilation_of
@@ -156,8 +156,13 @@ class Bench:
         self.servers = [self._server(system) for system in self.systems]
         self._yardstick: Yardstick | None = None
         if (dilation is None or on == "cuda") and data.kinds:
-            self._yardstick = Yardstick(data.segments())
-            self._exits.callback(self._yardstick.close)
+            try:
+                self._yardstick = Yardstick(data.segments())
+                self._exits.callback(self._yardstick.close)
+            except Unable:
+                if dilation is None:  # else the rate is only noted
+                    self._exits.close()
+                    raise
         self.warmed: dict[str, Warmed] = {}  # by system
 
     def _computing(self, roofline: Roofline, dilation: float | None) -> tuple[Device, Memory]:

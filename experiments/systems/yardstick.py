@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from experiments.common import console
+from experiments.common import Unable, console
 from tiers.slots import aligned
 
-#: Bytes of one reading, and of one request in it; as many threads as a store has.
+#: Bytes of one whole reading, and of one request in it; as many threads as a store has.
 N_BYTES: Final = 128 << 20
 _REQUEST: Final = 1 << 20
 _THREADS: Final = 8
@@ -34,6 +34,8 @@ _PATIENCE: Final = 500
 def _written(file: Path) -> int:
     """Bytes before the first that were reserved and never written: no disk is asked for such bytes,
     and a store's last segment, a quarter of it such, read a third faster than the others."""
+    if not file.stat().st_size:
+        return 0
     fd = os.open(file, os.O_RDONLY)
     try:
         return os.lseek(fd, 0, os.SEEK_HOLE)
@@ -45,11 +47,17 @@ class Yardstick:
     """Sequential reads of files, one file after the other. For one thread; close it."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """`files`: those too short for a reading are left out; at least one must not be. Files with
-        room that nothing was written to yet are left out too, unless all are such."""
-        long = [file for file in sorted(files) if file.stat().st_size >= N_BYTES]
-        assert long, "no file is long enough to be a yardstick"
-        self._files = [file for file in long if _written(file) >= N_BYTES] or long
+        """`files`: read as far as they are written. Those in which that is a whole reading, or
+        where there is none, those in which it is a quarter of one. Raises Unable without any."""
+        written = {file: min(_written(file), N_BYTES) for file in sorted(files)}
+        whole = {file: n for file, n in written.items() if n == N_BYTES}
+        part = {file: n - n % _REQUEST for file, n in written.items() if n >= N_BYTES // 4}
+        self._files = list((whole or part).items())
+        if not self._files:
+            raise Unable(
+                f"no file of the data has {N_BYTES // 4 >> 20} MiB to measure the disk's rate "
+                "with: take more prefixes or layers, or say --disk-gb-s X"
+            )
         self._memory = aligned(N_BYTES)
         self._memory.fill(0)  # the first to touch a page waits for it
         self._pool = ThreadPoolExecutor(_THREADS)
@@ -81,14 +89,14 @@ class Yardstick:
         return rate
 
     def _reading(self) -> None:
-        file = self._files[self._n % len(self._files)]
+        file, n_bytes = self._files[self._n % len(self._files)]
         self._n += 1
         fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
         try:
             begin = time.perf_counter()
-            done = self._pool.map(lambda at: self._read(fd, at), range(0, N_BYTES, _REQUEST))
-            assert sum(done) == N_BYTES, f"{file}: short reads"
-            self._last.append(N_BYTES / (time.perf_counter() - begin) / 1e9)
+            done = self._pool.map(lambda at: self._read(fd, at), range(0, n_bytes, _REQUEST))
+            assert sum(done) == n_bytes, f"{file}: short reads"
+            self._last.append(n_bytes / (time.perf_counter() - begin) / 1e9)
         finally:
             os.close(fd)
 
