@@ -26,6 +26,7 @@ from experiments import results_table
 from experiments.cells import begin_anew
 from experiments.common import (
     Unable,
+    check_once,
     check_rate,
     console,
     parser_of,
@@ -97,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _begun(args: argparse.Namespace) -> list[str]:
     """Names of those to run, once nothing forbids it; without --resume nothing of before is left
     for them to go on with. Raises Unable, OSError."""
+    check_once("--only", args.only)
     if not args.dir.is_dir():  # each would say so, one after the other
         raise Unable(f"--dir {args.dir}: no such directory")
     if args.trace is not None and not args.trace.is_file():

@@ -178,6 +178,14 @@ def check_rate(gb_s: float | None) -> None:
         raise Unable(f"--disk-gb-s must be a rate above 0, got {gb_s:g}")
 
 
+def check_once(option: str, names: Sequence[str]) -> None:
+    """Raises Unable on names of an option of which one is empty, or there more than once."""
+    if "" in names:
+        raise Unable(f"{option}: a name is empty")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise Unable(f"{option}: {', '.join(twice)} more than once")
+
+
 def check_room(folder: Path, need: int) -> None:
     """Raises Unable where the disk under a folder has no room for so many bytes."""
     if (free := shutil.disk_usage(folder).free) < need:

@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 
 from experiments.cells import SKIPPED
-from experiments.common import Row, Unable, console, print_rows, scratch
+from experiments.common import Row, Unable, check_once, console, print_rows, scratch
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.peers_install import ENVIRONMENTS, PEERS, ROOT, VLLM, install, is_made, python_of
 from experiments.peers_worker import Shape
@@ -161,6 +161,8 @@ class Field:
 
 
 def cells(options: Options) -> list[Cell]:
+    check_once("--only", options.more.only)
+    check_once("--media", options.more.media)
     if options.more.install:
         install(options.more.peers)
     if not _TMPFS.is_dir() and "tmpfs" in options.more.media:

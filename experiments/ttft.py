@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments.common import Row, Unable, console, print_rows
+from experiments.common import Row, Unable, check_once, console, print_rows
 from experiments.harness import Cell, Experiment, Figures, Options, main
 from experiments.systems.catalogue import chosen
 from experiments.systems.paired import say, times, worst_of, worst_without_one
@@ -114,11 +114,10 @@ def _requests(options: Options) -> int | None:
 def _names(options: Options) -> tuple[str, ...] | None:
     """The systems asked for, None for all. Raises Unable for one that does not exist."""
     asked = getattr(options.more, "systems", None)
-    if not asked:
+    if asked is None:
         return None
     names = tuple(name.strip() for name in asked.split(","))
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise Unable(f"--systems: {', '.join(twice)} more than once")
+    check_once("--systems", names)
     try:
         chosen(names)
     except KeyError as err:

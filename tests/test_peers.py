@@ -67,6 +67,19 @@ def test_our_store_is_measured_and_a_missing_peer_is_named(small: None, tmp_path
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "name"), [("--only", "impress"), ("--media", "disk"), ("--media", "tmpfs")]
+)
+def test_a_name_that_is_there_twice_is_refused(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str
+) -> None:
+    """A system's folder was there already; a medium was measured twice, and shown twice."""
+    named = {"--only": ["impress"], "--media": ["disk"], option: [name, name]}
+    args = ["--quick", "--dir", str(tmp_path), "--peers", str(tmp_path / "none")]
+    assert run([*args, *(word for key, words in named.items() for word in (key, *words))]) == 2
+    assert capsys.readouterr().err == f"error: {option}: {name} more than once\n"
+
+
 def _resumed(tmp_path: Path, *only: str) -> dict[str, str]:
     """System -> note, after --resume with these systems."""
     report = tmp_path / "report.json"

@@ -297,6 +297,16 @@ def test_pages_are_filled_from_their_reports_however_the_folder_is_named(
     assert filled == ([] if "other" in out else [*results_table.PAGES])
 
 
+def test_an_experiment_that_is_there_twice_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ran twice. Of two times `trace` one was left out where its report is of a file, and the
+    other one replaced that report."""
+    monkeypatch.setattr(everything, "one", lambda name, _args: everything.Ran(name, 0, 0.0))
+    assert everything.main(["--only", "trace", "trace", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: --only: trace more than once\n"
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_made_up_conversations_never_replace_the_report_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *,

@@ -221,6 +221,9 @@ def test_a_cell_that_does_not_fit_does_not_keep_others_from_being_measured(
 @pytest.mark.parametrize(
     ("more", "said"),
     [({"requests": 39}, "--requests: at least 40"), ({"systems": "as,foo"}, "'foo' is none of rec"),
+     ({"systems": "as,impress,as"}, "--systems: as more than once"),
+     ({"systems": ","}, "--systems: a name is empty"),
+     ({"systems": ""}, "--systems: a name is empty"),
      ({"prefixes": 1}, "--prefixes: at least 2"), ({"prefixes": 99}, "--prefixes 99: 5 fit, of op"),
      pytest.param({"compute": "real"}, "--compute real: ", marks=pytest.mark.skipif(
          not why_not(), reason="a device is there"))],
