@@ -560,29 +560,32 @@ def test_figures_set_the_papers_system_against_its_rivals(tmp_path: Path) -> Non
 
 
 README_ROWS = {
-    "| Llama-3-8B on": ("ttft", "shape llama-3-8b"),
-    "| OPT-30B": ("ttft", "shape opt-30b"),
-    "| OPT-6.7B": ("ttft", "base"),
-}
+    "| Llama-3-8B on": "shape llama-3-8b", "| OPT-30B": "shape opt-30b", "| OPT-6.7B": "base",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("begin", README_ROWS)
 def test_the_readme_has_the_reports_figures_and_says_what_caches_gave(begin: str) -> None:
     """Hits served half from caches were listed as "read from the SSD": OPT-6.7B's 0.70 of
-    recomputing is more than 1 where the SSD gives all."""
+    recomputing is more than 1 where the SSD gives all. And of two machines that it was measured on,
+    the slower one's 0.28 was left out beside the other's 0.17."""
     root = Path(everything.__file__).parents[1]
-    name, cell = README_ROWS[begin]
-    report = json.loads((root / f"docs/results/{name}.json").read_text())
-    if report["meta"]["quick"]:
-        pytest.skip("a quick run stands in place of the full one's report")
-    rows = {row["system"]: row for row in report["rows"] if row.get("cell") == cell}
-    exact, again_ms = rows["exact"], rows["recompute"]["p50_ms"]
     (line,) = [ln for ln in (root / "README.md").read_text().splitlines() if ln.startswith(begin)]
     _, hit, said, _, _ = line.split("|")
-    assert f"{round(100 * (1 - exact['ssd_mb'] / exact['mb']))} %" in hit
-    alone_ms = exact["mb"] / PAPER_DISK_GB_S
-    ratios = [f"{ms / again_ms:.2f}" for ms in (exact["p50_ms"], alone_ms)]
-    assert re.findall(r"\d\.\d\d", said) == ratios
+    ratios, alone = [], []
+    for name in ("ttft", "ttft_xeon"):
+        report = json.loads((root / f"docs/results/{name}.json").read_text())
+        if report["meta"]["quick"]:
+            pytest.skip("a quick run stands in place of the full one's report")
+        of = [row for row in report["rows"] if row.get("cell") == README_ROWS[begin]]
+        rows = {row["system"]: row for row in of}
+        if not rows:
+            continue
+        exact, again_ms = rows["exact"], rows["recompute"]["p50_ms"]
+        assert f"{round(100 * (1 - exact['ssd_mb'] / exact['mb']))} %" in hit
+        ratios.append(f"{exact['p50_ms'] / again_ms:.2f}")
+        alone.append(f"{exact['mb'] / PAPER_DISK_GB_S / again_ms:.2f}")
+    assert re.findall(r"\d\.\d\d", said) == [*ratios, alone[0]]
 
 
 def test_the_readme_says_what_storing_costs_beside_restoring() -> None:
