@@ -149,11 +149,10 @@ def _queue(reading: Reading, tasks: list[Task], over: Callable[[], object] = not
     else:
         try:
             reading.pool.submit(Lane.PROMOTE, tasks, note=note)
-        except BaseException:
-            if tasks:  # not queued: nobody else calls it
-                over()
+            return
+        except BaseException:  # perhaps nobody else calls it
+            over()
             raise
-        return
     over()
 
 
