@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +150,8 @@ def test_turns_are_part_of_the_format() -> None:
     assert (turns[:4, :3] * 32).tolist() == [
         [11, -5, -11], [-3, 3, -15], [-15, -15, 13], [15, 5, 5],
     ]  # fmt: skip
+    all_sixteen = blake2b((turns * 32).astype(np.int8).tobytes(), digest_size=16)
+    assert all_sixteen.hexdigest() == "5ac2357a53405937801391314a0ce026"
     assert np.array_equal(np.sort(turns, axis=0), np.tile(np.sort(turns[:, :1], axis=0), 128))
     assert np.array_equal(turns_of(64), turns[:, :64]) and not turns.flags.writeable
 
