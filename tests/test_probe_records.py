@@ -1,13 +1,16 @@
-"""Probe records as they lie on the disk: their bytes are pinned."""
+"""Probe records as they lie on the disk: their bytes are pinned, and docs/FORMAT.md says them."""
 
 from __future__ import annotations
 
 import struct
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from impress.selection import products
 from impress.selection.probes import OWN, codec_of, fitted
 from impress.types import Geometry
 
@@ -68,7 +71,7 @@ def words_of(keys: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def blocks_of(geometry: Geometry, share: tuple[int, int]) -> list[tuple[int, int]]:
-    """(KV heads, rank) of each of a PCA codec's blocks."""
+    """(KV heads, rank) of each of a PCA codec's blocks, as docs/FORMAT.md has them."""
     most = max(1, min(geometry.n_kv_heads, 512 // geometry.head_dim))
     heads = [min(most, geometry.n_kv_heads - at) for at in range(0, geometry.n_kv_heads, most)]
     return [(n, max(1, n * geometry.head_dim * share[0] // share[1])) for n in heads]
@@ -90,7 +93,7 @@ def basis_of(
 
 
 def params_of(name: str, geometry: Geometry) -> bytes | None:
-    """A fitted codec's parameters for one layer; else None."""
+    """A fitted codec's parameters for one layer, by the table in docs/FORMAT.md; else None."""
     codec = fitted(codec_of(name))
     if codec is None:
         return None
@@ -114,3 +117,111 @@ def test_the_records_of_each_codec_are_the_bytes_they_were(name: str) -> None:
     for geometry in GEOMETRIES:
         digest.update(records_of(name, geometry).tobytes())
     assert digest.hexdigest() == DIGESTS.get(name), "see DIGESTS"
+
+
+# ---- docs/FORMAT.md, read word by word: none of the codecs' own code below ----------------------
+
+
+def codes_in(packed: bytes, n: int, bits: int) -> list[int]:
+    """n codes out of the bytes they are packed in."""
+    codes, at, low = [0] * n, 0, 0
+    for width in {1: [1], 2: [2], 3: [2, 1], 4: [4]}[bits]:
+        m = -(-n * width // 8)
+        for j in range(n):
+            byte = packed[at + j % m] ^ (0x80 if width == 4 else 0)
+            codes[j] |= (byte >> (j // m * width) & (1 << width) - 1) << low
+        at, low = at + m, low + width
+    assert at == len(packed)
+    return codes
+
+
+def turn_of(dim: int, token: int) -> float:
+    """What was added to a dimension of a window's token, in scales."""
+    mask, outputs = (1 << 64) - 1, []
+    for number in range(16 * dim, 16 * dim + 16):
+        z = (number + 1) * 0x9E3779B97F4A7C15 & mask
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+        outputs.append(z ^ z >> 31)
+    rank = sorted(outputs).index(outputs[token % 16])
+    return (rank + 0.5) / 16 - 0.5
+
+
+def keys_in_int(name: str, record: bytes, token: int, geometry: Geometry) -> np.ndarray:
+    """Keys [n_kv_heads, head_dim] in an int codec's record."""
+    bits, heads, dim = int(name[3]), geometry.n_kv_heads, geometry.head_dim
+    size = {1: -(-dim // 8), 2: -(-dim // 4), 3: -(-dim // 4) - (-dim // 8), 4: -(-dim // 2)}[bits]
+    assert len(record) == (heads * (2 + size) + 1) // 2 * 2
+    keys = np.empty((heads, dim))
+    for head, scale in enumerate(struct.unpack_from(f"<{heads}e", record)):
+        at = 2 * heads + head * size
+        for d, u in enumerate(codes_in(record[at : at + size], dim, bits)):
+            t = turn_of(d, token) if name.endswith("-v2") else 0
+            keys[head, d] = (u + 0.5 - 2 ** (bits - 1) - t) * scale
+    return keys
+
+
+def keys_in_pca(name: str, record: bytes, geometry: Geometry) -> np.ndarray:
+    mean, blocks = basis_of(geometry, SHARES[name])
+    keys, at = [], 0
+    for axes, spreads in blocks:
+        rank, scales = len(spreads), -(-len(spreads) // 32)
+        size = 2 * scales + -(-rank // 2)
+        by_group = struct.unpack_from(f"<{scales}e", record, at)
+        codes = codes_in(record[at + 2 * scales : at + size], rank, 4)
+        z = np.array([(u - 7.5) * by_group[j // 32] for j, u in enumerate(codes)])
+        keys.append(axes.astype(np.float64) @ (z * spreads))
+        at += (size + 1) // 2 * 2
+    assert at == len(record)
+    return np.concatenate(keys).reshape(mean.shape) + mean
+
+
+def scores_of(name: str, records: np.ndarray, queries: torch.Tensor, geometry: Geometry) -> Any:
+    params = params_of(name, geometry)
+    scores = codec_of(name).score(records, queries, geometry, 1.0, params)
+    return torch.cat([part.scores.clone() for part in scores]).numpy()
+
+
+def by_dimension(geometry: Geometry) -> torch.Tensor:
+    """Queries whose scores are a key's dimensions, one by one."""
+    return torch.eye(geometry.head_dim).expand(geometry.n_heads, -1, -1)
+
+
+@pytest.mark.parametrize("name", [*(n for n in sorted(OWN) if n.startswith("int")), *SHARES])
+def test_keys_are_found_in_a_record_by_what_the_format_says(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "integer_products", lambda device: False)  # they round queries
+    geometry = GEOMETRIES[0]
+    records = records_of(name, geometry)
+    found = scores_of(name, records, by_dimension(geometry), geometry)
+    for token, record in enumerate(records):
+        if name in SHARES:
+            keys = keys_in_pca(name, record.tobytes(), geometry)
+        else:
+            keys = keys_in_int(name, record.tobytes(), token, geometry)
+        np.testing.assert_allclose(found[:, :, token], keys, rtol=1e-4, atol=1e-4)
+
+
+def test_the_bounds_of_a_page_are_found_in_its_record_by_what_the_format_says() -> None:
+    geometry = GEOMETRIES[0]
+    heads, dim, keys = geometry.n_kv_heads, geometry.head_dim, keys_of(geometry)
+    records = records_of("pages16-v1", geometry)
+    assert len(records) == WINDOW // 16
+    above = scores_of("pages16-v1", records, by_dimension(geometry), geometry)
+    below = -scores_of("pages16-v1", records, -by_dimension(geometry), geometry)
+    for page, record in enumerate(records):
+        halves = np.array(struct.unpack(f"<{2 * heads * dim}e", record.tobytes()))
+        least, most = halves.reshape(2, heads, dim)
+        assert np.array_equal(below[:, :, page], least) and np.array_equal(above[:, :, page], most)
+        rows = keys[:, 16 * page : 16 * page + 16]
+        assert (least <= rows.min(axis=1)).all() and (rows.max(axis=1) <= most).all()
+        assert (least < rows.min(axis=1)).any() and (rows.max(axis=1) < most).any()  # outwards
+
+
+def test_the_keys_in_a_record_of_heads3_are_those_the_format_says() -> None:
+    for geometry in GEOMETRIES:
+        last = (min(3, geometry.n_heads) - 1) * geometry.n_kv_heads // geometry.n_heads
+        words = words_of(keys_of(geometry), geometry.dtype)[: last + 1]
+        for token, record in enumerate(records_of("heads3-v1", geometry)):
+            assert record.tobytes() == words[:, token].tobytes()
