@@ -555,6 +555,7 @@ def test_a_flipped_bit_is_a_loss_then_a_miss_never_an_answer(
                 session.retrieve(layer, None)
     assert lost.value.reason == "checksum"
     assert store.lookup(tokens) == 0 and store.stats()["lost"] == {"checksum": 1}
+    assert store.stats()["quarantined_spans"] == 1
     store.flush()
     store.check()
     assert put_prompt(store, tokens).wait(60)
@@ -586,12 +587,27 @@ def test_a_damaged_header_shortens_the_lease(open_store: Open, geometry: impress
         tokens,
         start=128,
     ).wait(60)
+    assert store.stats()["quarantined_spans"] == 0
     bad = max(store.catalog.records(), key=lambda record: record.first_window)
     flip_a_bit(store.path, bad.meta, 40)
     assert_serves(store, tokens, 128)
-    assert store.lookup(tokens) == 128
+    assert store.lookup(tokens) == 128 and store.stats()["quarantined_spans"] == 1
     store.flush()
     store.check()
+
+
+def test_a_span_that_goes_bad_is_counted_with_what_hangs_from_it(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """An alert counts them; no test had seen the count at anything but 0."""
+    store = open_store(geometry)
+    tokens = prompt(256)
+    put_prompt(store, tokens[:128]).wait(60)
+    put_prompt(store, tokens, start=128).wait(60)
+    first = min(store.catalog.records(), key=lambda record: record.first_window)
+    flip_a_bit(store.path, first.meta, 40)
+    assert_serves(store, tokens, 0)
+    assert store.lookup(tokens) == 0 and store.stats()["quarantined_spans"] == 2
 
 
 def test_a_late_read_is_a_loss_and_its_buffer_waits_for_it(
