@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import typing
@@ -9,11 +10,16 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import MIB, assert_serves, prompt, put_prompt
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 import impress
+import impress.cli.live
+from impress.stats import BUCKETS_MS, REASONS, _Collector
 from tiers.ssd import SsdTier
 from tiers.ticket import Ticket
 
@@ -93,6 +99,117 @@ def test_every_reason_on_the_page_is_served_before_it_is_counted(
         ((*_, meaning),) = [row for row in rows("Metrics") if f"impress_{name}_" in row[0]]
         named = re.findall(r"`([\w-]+)`", meaning.partition(". ")[0])
         assert [word for word in named if word != "segment_bytes"] == served, name
+
+
+UUID = bytes(range(16))
+TIERS = ("hbm", "dram", "ssd")
+
+
+def key_of(metric: str) -> str:
+    """Its key in stats(), as the page has it: some have another name or lie deeper there."""
+    key = metric.strip("`").removeprefix("impress_").removesuffix("_total")
+    return {"rows": "rows_from", "chunks": "chunks_from"}.get(key, key)
+
+
+def numbered() -> dict[str, Any]:
+    """A stats() in which no two numbers are alike: the histogram's count is that of all buckets."""
+    numbers = itertools.count(11)
+    stats: dict[str, Any] = {
+        "tiers": {
+            tier: {name: next(numbers) for name in ("total", "used", "free", "important_share")}
+            for tier in TIERS
+        },
+        "chunks": {tier: next(numbers) for tier in TIERS},
+        "emulated": ["hbm"],
+        "load_latency": {
+            "le_ms": {bound: next(numbers) for bound in (*map(str, BUCKETS_MS), "+Inf")},
+            "sum_ms": next(numbers),
+        },
+        "guard": [{"namespace": name, "policy": f"of {name}"} for name in ("one", "two")],
+    }
+    stats["load_latency"]["count"] = stats["load_latency"]["le_ms"]["+Inf"]
+    stats["guard"][0]["state"], stats["guard"][1]["state"] = "learning", "trusted"
+    for metric, _, labels, _ in rows("Metrics"):
+        key = key_of(metric)
+        if labels == "namespace, policy":
+            for ledger in stats["guard"]:
+                ledger[key.removeprefix("guard_")] = next(numbers)
+        elif labels in ("reason", "tier") and not key.startswith("tier_"):
+            stats[key] = {label: next(numbers) for label in REASONS.get(key, TIERS)}
+        elif not labels:
+            stats[key] = next(numbers)
+    stats["ssd_read_only"] = "the disk is full"
+    return stats
+
+
+def samples_of(metric: str, stats: dict[str, Any]) -> dict[str, dict[tuple[str, ...], float]]:
+    """What a row of the page promises of stats(): values by labels, by the name of a sample."""
+    name, key = metric.strip("`"), key_of(metric)
+    what = key.removeprefix("guard_").removeprefix("tier_").removesuffix("_bytes")
+    if key == "store_info":
+        values = {(UUID.hex(),): 1}
+    elif key == "ssd_read_only":
+        values = {(): 1}
+    elif key == "layer_load_seconds":
+        load = stats["load_latency"]
+        bounds = {b if b == "+Inf" else str(float(b) / 1e3): n for b, n in load["le_ms"].items()}
+        return {
+            f"{name}_bucket": {(bound,): n for bound, n in bounds.items()},
+            f"{name}_count": {(): load["count"]},
+            f"{name}_sum": {(): load["sum_ms"] / 1e3},
+        }
+    elif key.startswith("guard_"):
+        values = {
+            (one["namespace"], one["policy"]): one["state"] == "trusted"
+            if what == "trusted"
+            else one[what]
+            for one in stats["guard"]
+        }
+    elif key == "tier_emulated":
+        values = {(tier,): tier in stats["emulated"] for tier in TIERS}
+    elif key.startswith("tier_"):
+        values = {
+            (tier,): stats["chunks"][tier] if what == "chunks" else use[what]
+            for tier, use in stats["tiers"].items()
+        }
+    elif isinstance(stats[key], dict):
+        values = {(label,): n for label, n in stats[key].items()}
+    else:
+        values = {(): stats[key]}
+    return {name: values}
+
+
+def scraped(stats: dict[str, Any]) -> str:
+    registry = CollectorRegistry()
+    registry.register(_Collector(lambda: stats, UUID))
+    return generate_latest(registry).decode()
+
+
+def test_every_metric_on_the_page_has_the_number_of_its_own_key() -> None:
+    """Only names and kinds were compared: two counters could tell each other's numbers."""
+    stats, promised, found = numbered(), {}, {}
+    for metric, *_ in rows("Metrics"):
+        promised.update(samples_of(metric, stats))
+    for family in text_string_to_metric_families(scraped(stats)):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    assert found == promised
+
+
+def test_what_inspect_shows_of_a_running_process_is_its_own_key_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stats = numbered()
+    monkeypatch.setattr(impress.cli.live, "_scrape", lambda port: scraped(stats))
+    live = impress.cli.live.live_counters(9400, UUID)
+    load, tiers = stats["load_latency"], live.pop("tiers")
+    assert live.pop("layer_loads") == load["count"]
+    assert live.pop("layer_load_ms") == pytest.approx(load["sum_ms"] / load["count"])
+    assert live.pop("ssd_read_only") == 1
+    assert live == {name: stats[key_of(name)] for name in live} and len(live) > 15
+    for tier, use in stats["tiers"].items():
+        also = {"chunks": stats["chunks"][tier], "emulated": tier in stats["emulated"]}
+        assert tiers[tier] == {**use, **also}
 
 
 def test_every_number_of_stats_is_on_the_page(
