@@ -467,19 +467,27 @@ def test_verify_and_rebuild_name_a_folder_that_was_renamed(path):
 
 @pytest.mark.parametrize(
     "harm",
-    [{"window": 16.0}, {"window": None}, {"window": "64"}, {"window": 48}, {"uuid": ""},
+    [{"window": 16.0}, {"window": None}, {"window": "64"}, {"window": 6}, {"uuid": ""},
      {"uuid": "00"}],
     ids=["float", "none", "text", "no size of a window", "no uuid", "a short uuid"],
 )  # fmt: skip
 def test_an_identity_with_a_field_of_another_kind_is_no_identity(path, harm):
     """`verify` and `rebuild` ended in a traceback or called every span damaged: "window 16, the
-    store's is 16"."""
+    store's is 16". Later the error did not say what to do."""
     identity = path / "impress.json"
-    identity.write_text(json.dumps({**json.loads(identity.read_text()), **harm}))
-    for command in ("verify", "inspect"):
-        assert_refused(run(command, "--store", path), "not a store's identity", *harm)
+    was = identity.read_text()
+    identity.write_text(json.dumps({**json.loads(was), **harm}))
+    advice = "move it away, then impress rebuild"
+    for command in ("verify", "inspect", "rebuild"):
+        done = run(command, "--store", path)
+        assert_refused(done, "not a store's identity", advice, *harm)
     with pytest.raises(impress.FormatError, match="not a store's identity"):
         opened(path)
+    identity.rename(path / "impress.json.bad")
+    assert run("rebuild", "--store", path).returncode == 0
+    assert json.loads(identity.read_text()) == json.loads(was)
+    with opened(path) as store:
+        assert store.lookup(PROMPT) == len(PROMPT) and store.lookup(FORK) == len(FORK)
 
 
 def test_a_dry_run_of_a_rebuild_says_what_would_be_made(path):

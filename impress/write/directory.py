@@ -87,7 +87,12 @@ def read_identity(path: Path) -> Identity:
             raise ValueError(f"uuid {raw['uuid']!r}")
         return Identity(version, uuid, geometry, window)
     except (ValueError, KeyError, TypeError, BadInput) as err:
-        raise FormatError(f"{path / IDENTITY}: not a store's identity ({err})") from None
+        raise _no_identity(path / IDENTITY, err) from None
+
+
+def _no_identity(file: Path, err: Exception) -> FormatError:
+    what = f"not a store's identity ({err}); move it away, then impress rebuild"
+    return FormatError(f"{file}: {what}")
 
 
 def _read_raw(path: Path) -> tuple[int, dict[str, Any]]:
@@ -110,9 +115,7 @@ def _read_raw(path: Path) -> tuple[int, dict[str, Any]]:
     except OSError as err:  # no permission, no more files for this process
         raise StoreFailed(f"{file}: {err.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as err:
-        raise FormatError(
-            f"{file}: not a store's identity ({err}); move it away, then impress rebuild"
-        ) from None
+        raise _no_identity(file, err) from None
 
 
 def _check_lost(path: Path) -> None:
