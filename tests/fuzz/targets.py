@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import struct
 import sys
@@ -41,6 +42,7 @@ from impress.spans.layout import SpanLayout
 from impress.spans.records import wrong_record
 from impress.tree.eviction import ALL
 from impress.tree.merged import MergedCatalog
+from impress.types import DTYPES, WINDOWS
 from impress.upkeep.rebuild import rebuild_store
 from impress.usage import remembered
 from impress.write.directory import Shard, read_identity
@@ -247,7 +249,8 @@ def identity(drawn: bytes) -> None:
     (folder / "impress.json").write_bytes(drawn)
     found = taken(FormatError, read_identity, folder)
     if found is not None:
-        assert isinstance(found.geometry, impress.Geometry) and isinstance(found.window, int)
+        assert isinstance(found.geometry, impress.Geometry)
+        assert found.window in WINDOWS and len(found.uuid) == 16
 
 
 def config(drawn: bytes) -> None:
@@ -322,17 +325,38 @@ def _table(values: dict[str, Any]) -> bytes:
 
 _KEYS = st.sampled_from([*Config.model_fields, "windows", "dram", ""]) | _TEXT
 _CONFIGS = st.dictionaries(_KEYS, _VALUES, max_size=4).map(_table) | st.binary(max_size=80)
-_SHAPES = st.fixed_dictionaries(
-    {},
-    optional={
-        "format": _VALUES, "uuid": _VALUES, "window": _VALUES,
-        "geometry": _VALUES | st.dictionaries(
-            st.sampled_from(["n_layers", "n_heads", "n_kv_heads", "head_dim", "dtype", "v_dim"]),
-            st.integers(0, 9) | _VALUES,
+_SIZES = st.integers(1, 2**16 - 1)
+_SOUND = st.fixed_dictionaries(
+    {
+        "format": st.just(1), "uuid": st.binary(min_size=16, max_size=16).map(bytes.hex),
+        "window": st.sampled_from(WINDOWS),
+        "geometry": st.fixed_dictionaries(
+            {
+                "n_layers": _SIZES, "n_heads": st.sampled_from([8, 32]),
+                "n_kv_heads": st.sampled_from([1, 4, 8]), "head_dim": _SIZES,
+                "dtype": st.sampled_from([*DTYPES]), "v_head_dim": st.none() | _SIZES,
+            }
         ),
-    },
+    }
 )  # fmt: skip
-_IDENTITIES = st.binary(max_size=60) | _SHAPES.map(lambda raw: repr(raw).replace("'", '"').encode())
+
+
+@st.composite
+def _identities(draw: st.DrawFn) -> bytes:
+    """A sound identity in which up to two fields are dropped, added or have another value."""
+    whole = draw(_SOUND)
+    for _ in range(draw(st.integers(0, 2))):
+        geometry = whole.get("geometry")
+        within = draw(st.booleans()) and isinstance(geometry, dict)
+        place: dict[str, Any] = geometry if within else whole
+        key = draw(st.sampled_from([*place, "", "more"]))
+        if draw(st.booleans()):
+            place.pop(key, None)
+        else:
+            place[key] = draw(_VALUES)
+    return json.dumps(whole).encode()
+
+
 _COMMANDS = [
     "inspect", "explain", "verify", "rebuild", "purge", "repack", "doctor", "run", "vllm-config",
 ]  # fmt: skip
@@ -393,7 +417,7 @@ TARGETS: dict[str, tuple[Callable[[Any], None], st.SearchStrategy[Any], int]] = 
     "index_values": (index_values, _lists(_values), 150),
     "history": (history, st.tuples(mutated(histories, 48), st.integers(0, 4).map(bool)), 150),
     "ledger": (ledger, st.tuples(mutated(sound_ledgers, 400), st.integers(0, 4).map(bool)), 150),
-    "identity": (identity, _IDENTITIES, 200),
+    "identity": (identity, st.binary(max_size=60) | _identities(), 200),
     "config": (config, _CONFIGS, 200),
     "arguments": (arguments, st.tuples(_lines(), _PROMPTS), 60),
     "tokens": (tokens, _VALUES | st.lists(_VALUES, max_size=5).map(_objects), 150),
