@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -124,12 +124,22 @@ class SimSsd(SsdTier):
         cls.undo.clear()
 
 
-def flipped(path: Path, rng: random.Random) -> None:
-    """One bit of a file goes bad at rest."""
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        at = rng.randrange(size)
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+def flipped(path: Path, rng: random.Random) -> Callable[[], None]:
+    """One bit of a file goes bad at rest; returned is what makes it good again. It leaves a page
+    alone that was written since."""
+    at = rng.randrange(path.stat().st_size)
+    first = at - at % PAGE
+    good = path.read_bytes()[first : first + PAGE]
+    bad = bytearray(good)
+    bad[at - first] ^= 1 << rng.randrange(8)
+
+    def put(page: bytes, over: bytes) -> None:
+        if path.exists():
+            with path.open("r+b") as file:
+                file.seek(first)
+                if file.read(PAGE) == over:
+                    file.seek(first)
+                    file.write(page)
+
+    put(bytes(bad), good)
+    return lambda: put(good, bytes(bad))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class World:
             False  # in this life: the disk had faults, something was purged
         )
         self.unsure = False  # in this life: what is stored may be lost by a bad read
-        self.rotten = False  # a bit is bad at rest, until somebody reads it
+        self.mend: Callable[[], None] | None = None  # a bit is bad at rest, until this is called
         self.takings = self.taking = 0  # evictions and purges: so far, and under way
         self.must_have: set[int] = set()  # prompts that were READY and that nothing took away
         self.lives = 0
@@ -96,6 +96,7 @@ class World:
         faults = self.rng.choice(FAULTS)
         SimSsd.faults = Faults()
         end = self.rng.choice(ENDS)
+        rots, rotten = False, self.mend is not None
         try:
             if end != "close":
                 self.sched.crash_at = self.sched.switches + self.rng.randrange(20, 1500)
@@ -103,8 +104,8 @@ class World:
             self._check_promises()
             SimSsd.faults = faults
             self.taking = 0
-            self.excused, self.purged = faults.any or self.rotten, False
-            self.unsure = faults.on_reads or self.rotten
+            self.excused, self.purged = faults.any or rotten, False
+            self.unsure = faults.on_reads or rotten
             if faults.on_reads:
                 self.must_have.clear()
             self._clients()
@@ -124,10 +125,14 @@ class World:
             self.store.close()
             self.sched.crash_at = None
             assert len(self.sched.threads) == 1, [t.name for t in self.sched.threads]
-            if self.rng.random() < 0.1:
-                self._rot()
+            rots = self.rng.random() < 0.1
         except Killed:
             self.crash(power=end == "power")
+        if self.mend is not None:  # no later life is excused by it
+            self.mend()
+            self.mend = None
+        if rots:
+            self._rot()
         self.sched.raise_errors()
 
     def _open(self) -> impress.PrefixStore:
@@ -196,12 +201,11 @@ class World:
         SimSsd.on = True
 
     def _rot(self) -> None:
-        """A bit of a segment goes bad while nobody looks."""
+        """A bit of a segment goes bad while nobody looks, for as long as the next life."""
         segments = sorted((self.path / "shards/main/segments").glob("*.seg"))
         if segments:
-            flipped(self.rng.choice(segments), self.rng)
             self.must_have.clear()
-            self.rotten = True
+            self.mend = flipped(self.rng.choice(segments), self.rng)
 
     def _check_promises(self) -> None:
         assert self.store is not None
