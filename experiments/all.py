@@ -33,6 +33,7 @@ from experiments.common import (
     say_stopped,
     stopped_as_by_ctrl_c,
 )
+from experiments.figures import check_plotting
 from experiments.harness import check_fio, duration
 
 #: In the order in which they run: those that need a quiet disk come one after the other.
@@ -113,6 +114,7 @@ def _begun(args: argparse.Namespace) -> list[str]:
         console.print("trace: left as it is, its report is of a file; --trace FILE replays one")
     if args.disk_gb_s is None and not {*names}.isdisjoint(_DISK):
         check_fio()
+    check_plotting(args.out)
     if not args.resume:  # all now: one that a stop is before would go on from an older run
         for name in names:
             begin_anew(args.out / f"{name}.json")

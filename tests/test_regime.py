@@ -378,6 +378,33 @@ def test_rows_are_chosen_of_all_prefixes_where_that_is_cheaper() -> None:
     assert taken(CHEAP) < 1.03 * chosen
 
 
+def test_a_disk_that_becomes_slow_is_not_waited_for_where_hot_prefixes_are_read_whole() -> None:
+    """There reads are priced by a longer memory, which knew of none that came too late: each cold
+    hit waited all of the limit, for good."""
+    machine, rates, late, taken = Machine(24, *DEAR), Rates(), 0, False
+    rates.note_forward("recompute", 5064, 0.5)
+    popularity = 1 / np.arange(1, 25) ** 0.9
+    asked = np.random.default_rng(0).choice(24, 2000, p=popularity / popularity.sum())
+    for at, prefix in enumerate(asked.tolist()):
+        stored = machine.stored(prefix)
+        mode = rates.choose("sparse", 5064, stored).mode
+        is_slow = at >= 700
+        taken = taken or (is_slow and rates._regime.whole)
+        if is_slow and mode != "recompute" and stored.cold_bytes:
+            late += 1
+            rates.note_forward("recompute", 5064, 0.5)
+            rates.note_late(mode, stored, 10.5)
+            continue
+        seconds = machine.serve(prefix, mode) / 1e3
+        if mode == "recompute":
+            rates.note_forward(mode, 5064, seconds)
+        else:
+            rates.note_forward(mode, 64, 0.01)
+            rates.note_read(mode, stored, seconds - 0.01)
+        rates.note_request(mode, seconds)
+    assert taken and late <= 20
+
+
 def test_a_request_that_went_another_way_tells_nothing() -> None:
     """A prefix that was lost and recomputed counted as a read that took so long."""
     rates = Rates()

@@ -367,6 +367,20 @@ def test_a_run_that_is_stopped_and_gone_on_with_takes_no_cell_of_an_older_one(
     assert all((tmp_path / f"before.{path.name}").exists() for path in kept[:4])
 
 
+def test_a_run_that_nothing_can_come_of_leaves_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without matplotlib each experiment refused, one after the other, and all of their cells had
+    been put aside before."""
+    kept = tmp_path / "hits.cells.jsonl"
+    kept.write_text("older")
+    monkeypatch.setattr("experiments.figures.find_spec", lambda _name: None)
+    monkeypatch.setattr(everything, "one", lambda *_: pytest.fail("it began"))
+    assert everything.main(["--only", "hits", "--out", str(tmp_path)]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+    assert kept.read_text() == "older"
+
+
 def test_what_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(everything, "_LIMIT_S", {True: 0})
     args = argparse.Namespace(out=tmp_path, dir=tmp_path, quick=True, resume=False)

@@ -102,10 +102,11 @@ class Rates:
             self._whole_reads.note(stored.amounts, seconds)
 
     def note_late(self, mode: str, stored: Stored, seconds: float) -> None:
-        """A read was given up after so many seconds, and would have taken longer. It is believed
-        without waiting for others: each would take as long."""
-        self._costs.reads[mode].age(MOST_AGE)
-        self._costs.reads[mode].note(stored.amounts, seconds, is_sure=True)
+        """A read came too late: trying it took so many seconds, until all was computed instead. It
+        is believed without waiting for others: where the disk stays slow, each takes as long."""
+        for fit in (self._costs.reads[mode], *([self._whole_reads] if mode == "exact" else ())):
+            fit.age(MOST_AGE)
+            fit.note(stored.amounts, seconds, is_sure=True)
 
     def note_request(self, mode: str, seconds: float) -> None:
         """The last request that was chosen for took `seconds` to its first token; to be noted after

@@ -376,7 +376,9 @@ class Engine:
         job, sequences = None, given.named(prompt.rows, sequences)
         if cache is not None:
             ends = setting(self.model, prompt.options, "eos_token_id")
-            job = self._storing.job(cache, sequences, prompt.n_tokens, ends, hit)
+            # Where nothing is stored, nobody need know what is.
+            known = hit if self._store_new else sequences.shape[1]
+            job = self._storing.job(cache, sequences, prompt.n_tokens, ends, known)
             job.outcome.refused = given.changed or job.outcome.refused
         if watch is not None:
             watch.cache, watch.sequences = cache, sequences

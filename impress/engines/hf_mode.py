@@ -39,6 +39,8 @@ class Way:
     ledger: bytes = b""
     lost_s: float = 0.0
     """How long after its turn the prefix was given up as lost; all was computed from there on."""
+    late: str = ""
+    """The mode in which it was to be read, where that came too late."""
 
     @property
     def reads_by(self) -> Policy:
@@ -157,15 +159,13 @@ class Modes:
     def lose(self, way: Way, reason: str, seconds: float) -> Way:
         """The way of a request whose prefix was lost so long after its turn: computing all of it.
 
-        Effects: a shadow counts as dropped; a read that came too late is learnt from, else a disk
-        that stays slow would be waited for with every hit, each time for all of its limit.
+        Effects: a shadow counts as dropped.
         """
         if way.watched is not None:
             self._store.ledgers.dropped(way.ledger)
-        if reason == "late" and way.stored is not None:
-            self.rates.note_late(way.choice.mode, way.stored, seconds)
+        late = way.choice.mode if reason == "late" else ""
         choice = Choice("recompute", f"recompute: the prefix was lost ({reason})")
-        return replace(way, choice=choice, lost_s=seconds)
+        return replace(way, choice=choice, lost_s=seconds, late=late)
 
     def learn(
         self, request: Request, way: Way, batch: int, turn_ms: float,
@@ -179,6 +179,8 @@ class Modes:
         n_computed = batch * (request.n_tokens - request.hit_tokens)
         forward_s = max(turn_ms / 1e3 - wait_s - way.lost_s, 0.0)
         self.rates.note_forward(request.mode, n_computed, forward_s)
+        if way.late and way.stored is not None:  # else a slow disk would be tried with every hit
+            self.rates.note_late(way.late, way.stored, way.lost_s + forward_s)
         if request.lost:  # what it took in all says nothing: the model began twice
             return
         if request.hit_tokens and way.stored is not None:

@@ -119,8 +119,8 @@ class StoreQueue:
     ) -> Job:
         """What there is to store of a request: whole windows, those that `Config.admit` lets in.
 
-        Effects: notes a use of each. `ends`: see `whole_windows`. `hit`: tokens that were read;
-        more may be stored, as a prompt's last token is never read and a prefix may be recomputed.
+        Effects: notes a use of each. `ends`: see `whole_windows`. `hit`: tokens known to be stored;
+        there may be more, as a prompt's last token is never read and a prefix may be recomputed.
         """
         n_held, outcome = cache.length, Outcome()
         rows = whole = whole_windows(sequences[:, :n_held], n_prompt, self._store.window, ends)
