@@ -46,7 +46,7 @@ class PrefixLost(ImpressError):
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"prefix lost ({reason}): {detail}")
-        # "checksum" | "short" | "late" | "io" | "shortage" | "permission" | "expired"
+        # "checksum" | "short" | "late" | "io" | "shortage" | "permission" | "unmounted" | "expired"
         self.reason = reason
 
 

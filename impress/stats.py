@@ -51,7 +51,9 @@ _GROUPED = (
 #: Labels shown before anything is counted: to Prometheus, a count that begins at 1 has not grown.
 REASONS: Final = {
     "misses": ("not_stored", "too_short", "lost", "tier_off"),
-    "lost": ("checksum", "short", "io", "late", "expired", "shortage", "permission"),
+    "lost": (
+        "checksum", "short", "io", "late", "expired", "shortage", "permission", "unmounted",
+    ),
     "refused": (
         "disk_full", "segments_too_small", "daily_write_budget", "read-only",
         "no_free_write_slot", "shortage", "incomplete", "abandoned", "purged",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
-from conftest import assert_serves, prompt
+from conftest import assert_serves, prompt, put_prompt
 from console import assert_refused, run, run_json
 from test_shards import APART, ready
 
@@ -202,3 +204,43 @@ def test_a_disk_that_is_mounted_and_empty_is_where_a_shard_may_begin(
     assert not Shard(path, 2).unmounted()
     with open_store(geometry, shard=2, **APART) as store:
         assert_serves(store, prompt(256), 256)
+
+
+def test_nothing_is_given_up_while_the_disk_of_a_running_store_is_not_mounted(
+    open_store: Open, geometry: impress.Geometry
+) -> None:
+    """The files counted as deleted: each prompt that was asked for meanwhile left the index for
+    good, though its rows were there again with the disk."""
+    with open_store(geometry, dram_bytes=0) as store:
+        for seed in (1, 2):
+            ready(store, prompt(128, seed))
+    store = open_store(geometry, dram_bytes=0)  # no file is open yet
+    folder = store.ssd.folder
+    for how in ("link", "empty"):
+        away = unmount(folder, how)
+        with store.lease(prompt(128, 1)) as lease:
+            assert lease.miss_reason == "lost"
+        mount(folder, away)
+    stats = store.stats()
+    assert stats["lost"] == {"unmounted": 2} and stats["quarantined_spans"] == 0
+    for seed in (1, 2):
+        assert_serves(store, prompt(128, seed), 128)
+
+
+def test_no_segment_is_made_on_another_disk_than_the_stores(
+    open_store: Open, geometry: impress.Geometry, tmp_path: Path
+) -> None:
+    """It was made in the folder that the disk is mounted over, and hidden once that was back."""
+    elsewhere = Path(mkdtemp(dir="/dev/shm"))
+    if elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system at /dev/shm")
+    store = open_store(geometry, segment_bytes=1 << 20, dram_bytes=0)
+    away = store.ssd.folder.rename(tmp_path / "away")
+    try:
+        store.ssd.folder.symlink_to(elsewhere)
+        stored = put_prompt(store, prompt(128))
+        assert not stored.wait(60) and "its folder is on another disk" in stored.refused
+        assert not any(elsewhere.iterdir())
+        mount(store.ssd.folder, away)
+    finally:
+        shutil.rmtree(elsewhere)

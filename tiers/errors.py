@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 from typing import Final
 
-HARMLESS: Final = ("late", "shortage", "permission")
+HARMLESS: Final = ("late", "shortage", "permission", "unmounted")
 
 
 class MediumError(Exception):
@@ -16,8 +16,8 @@ class MediumError(Exception):
 
     @property
     def harmless(self) -> bool:
-        """Whether it says nothing against what is stored: the medium is slow, or the process is
-        short of files or memory, or may not read. Nothing is given up because of it."""
+        """Whether it says nothing against what is stored: the medium is slow or away, the process
+        is short of files or memory, or may not read. Nothing is given up because of it."""
         return self.reason in HARMLESS
 
 
@@ -28,7 +28,7 @@ class Cancelled(MediumError):
 class ReadFailed(MediumError):
     """A read that did not give back what was written; nothing of its destination may be used.
 
-    `reason` is one of "checksum", "short", "io", "late", "shortage", "permission".
+    `reason` is one of "checksum", "short", "io", "late", "shortage", "permission", "unmounted".
     """
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tiers.base import PAGE, Bytes
 from tiers.coalesce import Run
-from tiers.errors import ReadFailed, read_failed
+from tiers.errors import ReadFailed
 from tiers.segments import SegmentFiles
 from tiers.slots import aligned
 
@@ -40,7 +40,7 @@ class OneByOne:
             if got < run.n_bytes:
                 self._read_rest(run, [bounce], got)
         except OSError as err:
-            raise read_failed(self._files.path(run.segment), err) from err
+            raise self._files.failed(run.segment, err) from err
         at = 0
         for view in run.views:
             np.copyto(view, bounce[at : at + len(view)])

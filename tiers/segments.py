@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from tiers.base import Slot
 from tiers.coalesce import locate
-from tiers.errors import read_failed
+from tiers.errors import ReadFailed, read_failed
 from tiers.files import check_room, give_blocks, let_open, make_full, segment_paths, size_of
 from tiers.queues import SegmentFile
 
@@ -25,6 +25,17 @@ log = logging.getLogger("impress.ssd")
 SEGMENTS: Final = 1 << 20
 #: How long the number of a deleted segment's descriptor stays taken: longer than any read lasts.
 _LATE_S: Final = 600.0
+#: What opening a file gives where its disk is not mounted, or its folder was moved.
+_AWAY: Final = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ESTALE)
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """A folder's device and number; None where it cannot be looked at."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class SegmentFiles:
@@ -37,6 +48,7 @@ class SegmentFiles:
         self._buffered: set[Path] = set()  # folders whose file systems refuse O_DIRECT
         self._read_only = read_only
         self._folders = {number: folder}
+        self._identity = _identity(folder)  # as it was opened
         self._files: dict[int, SegmentFile] = {}
         self._deleted: list[tuple[float, int]] = []  # of deleted files: when to close, fd
         self._lock = threading.Lock()
@@ -50,6 +62,7 @@ class SegmentFiles:
     def found(self) -> Iterator[tuple[int, int]]:
         """Number and bytes of each segment there is. Where this folder is written, only those with
         its own numbers: other numbers name another folder's files. Raises OSError."""
+        self._identity = _identity(self.folder)
         paths = segment_paths(self.folder)
         mine = [path for path in paths if self._read_only or int(path.stem) in self.numbers]
         if n_others := len(paths) - len(mine):
@@ -82,7 +95,17 @@ class SegmentFiles:
         try:
             return self._opened(segment)
         except OSError as err:
-            raise read_failed(self.path(segment), err) from err
+            raise self.failed(segment, err) from err
+
+    def failed(self, segment: int, err: OSError) -> ReadFailed:
+        """The error of a failed read. Where a file is not there, nor the folder that was opened,
+        nothing is known of the file: the disk is not mounted, or the store was moved."""
+        path = self.path(segment)
+        mine = err.errno in _AWAY and path.parent == self.folder
+        if mine and _identity(self.folder) != self._identity:
+            said = f"ssd: {path}: its folder is not the one that was opened: mount its disk"
+            return ReadFailed("unmounted", said)
+        return read_failed(path, err)
 
     def _opened(self, segment: int) -> SegmentFile:
         if (file := self._files.get(segment)) is not None:
@@ -109,7 +132,13 @@ class SegmentFiles:
         return os.open(path, mode)
 
     def make(self, segment: int, n_bytes: int, more: int = 0) -> None:
-        """See files.make_full. A file that had its number before is closed. Raises OSError."""
+        """See files.make_full. A file that had its number before is closed. Raises OSError, also
+        where the folder is on another disk by now: its own is not mounted any more."""
+        now, then = _identity(self.folder), self._identity
+        if now and then and now[0] != then[0]:  # on overlayfs its number may change
+            raise OSError(
+                errno.ENODEV, "its folder is on another disk than it was: mount that again"
+            )
         make_full(self.path(segment), n_bytes, more)
         self._forget(segment)  # a late read may have opened it: rows would go to a deleted file
 
