@@ -127,7 +127,7 @@ class PrefixStore:
     def _furnish(self, home: Home, codecs: Sequence[ProbeCodec]) -> None:
         config, geometry, uuid = self.config, self.geometry, self._identity.uuid
         self.tables = TableCache(home.ssd, self._pool, self._copies.tables_bytes)
-        self.ssd, self.ledgers = home.ssd, home.ledgers  # ledgers: the guard's, about policies
+        self.ssd, self.ledgers, self.purges = home.ssd, home.ledgers, home.leaving.purges
         self.left_out, self.absent = home.others.left_out, home.others.absent  # for commands
         self.catalog, self.history = home.catalog, home.history  # what requests have shown of spans
         params = Params(home.place.params, write=self.writable, others=home.others.params)

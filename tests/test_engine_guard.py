@@ -39,6 +39,7 @@ from impress.demo.lookup.tasks import TASKS, document, questions
 from impress.engines import hf, hf_audit, hf_storing
 from impress.engines.choice import Rates
 from impress.engines.hf_audit import Interrupted, Turn, Watch, weigh
+from impress.engines.hf_output import hearing
 from impress.engines.hf_prefix import find_prefix
 from impress.errors import PrefixLost
 from impress.policy import AllHeads, Exact, Quality, StaticH2O
@@ -476,6 +477,21 @@ def test_an_answer_that_cannot_be_run_again_stays_one_shadow(tmp_path, monkeypat
         assert ask(engine)[1].mode == "sparse"
         ledger = ledger_of(engine)
     assert (ledger["shadows"], ledger["dropped"], ledger["reruns"]) == (2, 0, 0)
+
+
+def test_an_interrupt_as_a_rerun_is_to_be_heard_leaves_no_hook(monkeypatch):
+    """There was no handle yet to remove it by: every later request was refused for a hook that the
+    caller had never set."""
+    model, register = model_of("llama"), torch.nn.Module.register_forward_hook
+
+    def interrupted(module, hook):
+        register(module, hook)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.nn.Module, "register_forward_hook", interrupted)
+    with pytest.raises(KeyboardInterrupt), hearing(model, None, hf_audit.RawLogits()):
+        pass
+    assert not model._forward_hooks
 
 
 def trained_on(model):

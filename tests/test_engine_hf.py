@@ -881,6 +881,39 @@ def test_a_request_with_nothing_new_takes_no_new_prompts_place_in_the_line(
         assert engine.store.lookup(new[0].numpy()) == 192
 
 
+def test_what_was_computed_before_a_purge_is_not_stored_after_it(tmp_path, monkeypatch):
+    """A store began with its writer, after the answer: what waited in the line, or was still being
+    answered, came back behind a purge that had been confirmed, rows of the purged prefix too."""
+    go, store_rows = threading.Event(), StoreQueue._store_rows
+
+    def waits(line, job):
+        assert go.wait(60)
+        store_rows(line, job)
+
+    class Purges(transformers.generation.streamers.BaseStreamer):
+        def put(self, value):
+            engine.store.purge()
+
+        def end(self):
+            pass
+
+    monkeypatch.setattr(StoreQueue, "_store_rows", waits)
+    ids = prompts(200)
+    with attach(tiny(), tmp_path, "exact") as engine:
+        engine.generate(ids, max_new_tokens=1)  # it waits in the line
+        engine.store.purge()
+        go.set()
+        engine.flush()
+        assert (engine.last_request.refused, engine.store.lookup(ids[0].numpy())) == ("purged", 0)
+        engine.generate(ids, max_new_tokens=1)  # begun after it
+        engine.flush()
+        assert engine.store.lookup(ids[0].numpy()) == 192
+        engine.generate(ids, max_new_tokens=80, streamer=Purges())  # purged while it is answered
+        engine.flush()
+        assert (engine.last_request.hit_tokens, engine.last_request.refused) == (192, "purged")
+        assert engine.store.lookup(ids[0].numpy()) == 0
+
+
 def test_a_line_that_was_closed_frees_what_it_is_offered_and_begins_no_thread(tmp_path):
     with attach(tiny(), tmp_path) as engine:
         line, freed = StoreQueue(engine.store, limit=1, wait_s=0), []

@@ -694,7 +694,7 @@ def test_more_prompts_than_slots_are_served_in_ordinary_memory(tmp_path):
     model, ids = tiny(), prompts(100, 3)
     with attach(model, tmp_path, virtual=Virtual(batch=2, page_bytes=PAGE)) as engine:
         found = engine.generate(ids, max_new_tokens=8, do_sample=False)
-        assert engine.last_request.memory == "pooled: 3 neighbouring slots of 2 are taken"
+        assert engine.last_request.memory == "pooled: 3 neighbouring slots of 2 are too many"
     assert torch.equal(found, model.generate(ids, max_new_tokens=8, do_sample=False))
 
 

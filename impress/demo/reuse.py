@@ -100,6 +100,8 @@ def _asked(
     rows = []
     for mode in ("ssd", "dram", "recompute") if hits_first else MODES:
         answers[mode], row = _one_way(model, engine, ids, mode)
+        if mode != "recompute" and not row["hit_tokens"] and (request := engine.last_request):
+            raise StoreFailed(f"demo: {document.name} was stored and is not read: {request.why}")
         named = question.split("\n")[1].removeprefix("Question: ")
         rows.append({
             "act": "reuse", "checkpoint": "random", "document": document.name, "question": named,
@@ -111,8 +113,6 @@ def _asked(
     for row in rows:
         row["agrees"] = answers[row["mode"]] == answers["recompute"]
         row["changes_without_prefix"] = alone != answers["recompute"]
-    if any(row["mode"] != "recompute" and not row["hit_tokens"] for row in rows):
-        raise StoreFailed(f"demo: {document.name} was stored and is not found")
     return rows
 
 

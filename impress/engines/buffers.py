@@ -177,8 +177,8 @@ class VirtualBuffers:
                     self._slots[i].renter, self._slots[i].use = rental.number, Use.RENTED
                 rental.room = min(self._slots[i].n_rows for i in slots)
         if first is None:
-            taken = f"{batch} neighbouring slots of {self.sizes.batch} are taken"
-            self.decline(self._refused or taken)
+            n, so = self.sizes.batch, "taken" if batch <= self.sizes.batch else "too many"
+            self.decline(self._refused or f"{batch} neighbouring slots of {n} are {so}")
             return None
         self.said = "virtual"
         if n_rows > rental.room and not self.grow(rental, n_rows, stalls=False):

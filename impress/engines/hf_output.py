@@ -161,8 +161,10 @@ def hearing(model: Any, cache: Any, raw: RawLogits | None) -> Iterator[None]:
     if raw is None:
         yield
         return
-    hook = bare(model).register_forward_hook(partial(raw.note, cache))
+    heard, note = bare(model), partial(raw.note, cache)
     try:
+        heard.register_forward_hook(note)
         yield
-    finally:
-        hook.remove()
+    finally:  # by itself: Ctrl-C may come before there is a handle, and hooks are refused
+        for key in [key for key, hook in heard._forward_hooks.items() if hook is note]:
+            del heard._forward_hooks[key]

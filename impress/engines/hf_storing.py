@@ -69,6 +69,7 @@ class Job:
     release: Callable[[], None]  # gives the cache's memory back
     outcome: Outcome = field(default_factory=Outcome)
     is_new: bool = True  # whether the store lacks some of them
+    n_purges: int = 0  # as its request began
     computed: dict[torch.device, Any] = field(default_factory=dict)  # the event after its rows
 
 
@@ -91,18 +92,22 @@ class StoreQueue:
         self._stored: dict[bytes, Stored] = {}  # of the last job, by first window
         self._is_closed = False
         self._back_until_s = 0.0  # requests' own: no layer is begun before
+        self._n_purges = 0  # as the request under way began
 
     @contextmanager
     def standing_back(self) -> Iterator[None]:
-        """A request's: this engine begins to store no layer until `go_on`, or the block has ended.
+        """A request's: this engine begins to store no layer until `go_on`, or the block has ended,
+        and nothing of the request if a purge comes after its beginning.
 
         What is checked, looked up and planned before a forward shares the interpreter, and maybe
         the processors, with storing (decision 39). Writes under way go on.
         """
         self._back_until_s = monotonic() + _STANDS_BACK_S
+        around, self._n_purges = self._n_purges, self._store.purges()
         try:
             yield
         finally:
+            self._n_purges = around  # of the request that this one was made in
             self.go_on()
 
     def go_on(self) -> None:
@@ -136,7 +141,7 @@ class StoreQueue:
         computed = {
             device: torch.cuda.current_stream(device).record_event() for device in cache.devices()
         }
-        return Job(cache, rows, cache.release, outcome, is_new, computed)
+        return Job(cache, rows, cache.release, outcome, is_new, self._n_purges, computed)
 
     def offer(self, job: Job) -> None:
         """Take a job, or skip it at once when the line is full or closed, or has no thread, or a
@@ -231,6 +236,10 @@ class StoreQueue:
                     earlier.wait(_EARLIER_WAIT_S)
             # From the start, whatever was hit: a prefix that was evicted meanwhile is stored again.
             with self._store.writer(tokens, start=0, wait_s=self._wait_s) as writer:
+                if self._store.purges() != job.n_purges:  # one that comes later finds the writer
+                    job.outcome.refused = "purged"
+                    writer.close(keep=False)
+                    return
                 self._stored[head] = writer.stored
                 first = writer.stored.n_tokens - writer.stored.n_new
                 for layer, rows in enumerate(job.cache.layers if writer.stored.n_new else ()):

@@ -67,6 +67,7 @@ class Leaving:
         self.purging: list[Wanted] = []
         """What purges are taking out of the tree: a store of it that begins now is refused."""
         self._thinning = False  # from the high watermark down to the low one
+        self._n_taken_out = 0  # purges, by what they want
         self.n_purges = 0
         """How many purges have erased what was free."""
 
@@ -143,6 +144,11 @@ class Leaving:
     def _gone_bytes(self) -> int:
         return self._catalog.retired_bytes() + self._limbo_bytes()
 
+    def purges(self) -> int:
+        """How many purges have taken what they want out of the tree. Rows that were computed or
+        leased before this count rose must not be stored after it."""
+        return self._n_taken_out
+
     def purge(self, wanted: Wanted) -> tuple[int, int]:
         """Erase everything under the root keys of what is `wanted`: (spans, how many still held).
 
@@ -164,6 +170,7 @@ class Leaving:
             self.purging.append(wanted)  # in here: after it, Ctrl-C had every later store refused
             drafts, roots, gone = self._take_out_all(wanted, self.committer)
         finally:
+            self._n_taken_out += 1  # first: until the next line, stores of it are refused
             self.purging.remove(wanted)
         spans = late + gone
         held = {r.span_id: r for r in self._owning() if wanted(r.namespace, r.root)}
