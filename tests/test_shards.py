@@ -216,6 +216,24 @@ def test_what_goes_on_from_a_shard_that_cannot_be_read_is_no_problem_of_its_own(
     assert (done.returncode, found["spans"], found["waiting"]) == (0, 3, 0)
 
 
+def test_a_server_that_begins_beside_its_predecessor_says_so(
+    open_store: Open, geometry: impress.Geometry, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing said that it wrote a part of its own, beside one that nobody writes any more and that
+    may hold all of the room."""
+    predecessor = open_store(geometry)
+    assert not caplog.records
+    open_store(geometry)
+    (said,) = [record.message for record in caplog.records]
+    assert "this process writes shard 1" in said and f"main: process {os.getpid()}" in said
+    caplog.clear()
+    open_store(geometry, shard=2)  # as asked for
+    open_store(geometry, mode="r")
+    predecessor.close()
+    open_store(geometry)
+    assert not caplog.records
+
+
 def test_readers_follow_by_themselves(open_store: Open, geometry: impress.Geometry) -> None:
     writer = open_store(geometry)
     ready(writer, prompt(128, 1))

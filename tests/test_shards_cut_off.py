@@ -487,7 +487,7 @@ def test_following_goes_on_though_the_saying_of_an_error_fails(
         monkeypatch.setattr(threading.Event, "wait", waits)
     else:
         monkeypatch.setattr(Follower, "look", cut_off(Follower.look, MemoryError()))
-    b = open_store(geometry, **{**APART, "follow_every_s": 0.001})
+    b = open_store(geometry, shard=1, **{**APART, "follow_every_s": 0.001})
     ready(a, prompt(128))
     assert soon(lambda: b.lookup(prompt(128)) == 128)
 

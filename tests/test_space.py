@@ -743,3 +743,21 @@ def test_a_prompt_too_long_with_what_it_hangs_from_evicts_nothing(
     assert [store.lookup(prompt(128, seed)) for seed in range(2, 5)] == [128] * 3
     assert store.lookup(longer) == len(first)
     store.check()
+
+
+def test_numbers_of_segments_that_were_given_back_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only numbers above the highest one were given out: after 2^20 segments, most of them given
+    back, a store could not grow any more, and said that the file system was full."""
+    monkeypatch.setattr("tiers.segments.SEGMENTS", 4)
+    tier = SsdTier(tmp_path / "segments", MIB, 3 * MIB)
+    kept = tier.reserve(MIB)
+    for _ in range(9):
+        assert kept is not None
+        before, kept = kept, tier.reserve(MIB)
+        tier.free(before)
+        assert tier.trim() == MIB
+    assert kept is not None and not tier.no_room and len([*tier.folder.iterdir()]) == 1
+    tier.check()
+    tier.close()

@@ -351,8 +351,11 @@ class SsdTier:
             return False
         if not self._may_grow():
             return False
-        segment = max(sizes, default=self._files.numbers.start - 1) + 1
-        if segment not in self._files.numbers:
+        numbers = self._files.numbers
+        segment = max(sizes, default=numbers.start - 1) + 1
+        if segment not in numbers:  # some of before it may be free by now
+            segment = next((number for number in numbers if number not in sizes), -1)
+        if segment < 0:
             return self._outgrown(OSError(errno.ENOSPC, "no number is left for it"))
         path = self._files.path(segment)
         try:

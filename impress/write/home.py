@@ -65,6 +65,12 @@ class Home:
         check_fork(path)
         if shard is not None:
             shard.check_index()
+            if shard.number and config.shard is None:
+                log.warning(
+                    "%s: this process writes shard %s, with disk_bytes and daily_write_bytes of "
+                    "its own: others have those before it (main: process %s)",
+                    path, shard.name, Shard(path).holder(),
+                )  # fmt: skip
         self.place = place = shard or Shard(path)
         self.ssd = SsdTier(
             place.segments, config.segment_bytes, config.disk_bytes, read_only=shard is None,
