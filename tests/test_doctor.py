@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 from conftest import soon
@@ -48,6 +50,21 @@ def test_a_store_that_is_a_mount_point_is_measured_itself(monkeypatch: pytest.Mo
     assert not set(disk.glob(".impress-doctor-*")) - before
     below = ["doctor", "--store", str(disk / "store"), "--json", "--no-measure"]
     assert json.loads(CliRunner().invoke(app, below).stdout)["folder"] == str(disk)
+
+
+def test_the_disk_that_the_segments_lie_on_is_measured(tmp_path: Path) -> None:
+    """The store's was, though a store's segments may lie on another: what was said to be free, and
+    how fast it is, were of a disk from which no row is read."""
+    folder = Path(mkdtemp(dir="/dev/shm"))
+    store = tmp_path / "store"
+    (store / "shards/main").mkdir(parents=True)
+    if folder.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system at /dev/shm")
+    (folder / "segments").mkdir()
+    (store / "shards/main/segments").symlink_to(folder / "segments")
+    done = CliRunner().invoke(app, ["doctor", "--store", str(store), "--json", "--no-measure"])
+    shutil.rmtree(folder)
+    assert json.loads(done.stdout)["folder"] == str(folder)
 
 
 def test_a_store_whose_parent_is_roots_is_measured_itself(

@@ -34,7 +34,8 @@ def doctor(
 
     Measures verified reads on the file system of the store's directory (which need not exist yet):
     256 MiB of test data are written beside it, or inside it where it is a mount point or its parent
-    folder may not be written to, and removed afterwards.
+    folder may not be written to, and removed afterwards. Where main's segments lie on another disk
+    than the store, it is that one.
     `Config.io_engine` picks an engine; "auto" takes the one marked "auto takes it".
 
     **Examples**
@@ -54,8 +55,12 @@ def doctor(
 
 def _nearest(path: Path) -> Path:
     """The store's parent, or the nearest directory above it that exists; the store itself where it
-    is on another file system than its parent (a mount point, say), or only it may be written to."""
+    is on another file system than its parent (a mount point, say), or only it may be written to.
+    The same of the folder of main's segments, where these are on another disk than the store."""
     path = in_full(path)
+    segments = path / "shards/main/segments"
+    if segments.is_dir() and segments.stat().st_dev != path.stat().st_dev:
+        path = segments.resolve()
     if path.is_dir():
         apart = path.stat().st_dev != path.parent.stat().st_dev
         if apart or (os.access(path, os.W_OK) and not os.access(path.parent, os.W_OK)):
