@@ -881,6 +881,32 @@ def test_a_request_with_nothing_new_takes_no_new_prompts_place_in_the_line(
         assert engine.store.lookup(new[0].numpy()) == 192
 
 
+def test_an_engine_tells_of_its_own_rows_that_failed_whoever_flushed_before(tmp_path, caplog):
+    """Failures are the store's, and told once: beside another engine, `flush` returned as if all
+    had been stored."""
+    model = tiny()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[VOCAB - 1] = float("nan")
+    good = prompts(200).clamp(max=VOCAB - 2)
+    bad = good.clone()
+    bad[0, 100] = VOCAB - 1
+    with attach(model, tmp_path) as one, hf.attach(model, one.store) as other:
+        other.generate(bad, max_new_tokens=1)
+        other._storing.drain()
+        one.generate(good, max_new_tokens=1)
+        with pytest.raises(StoreFailed, match="NaN"):
+            one.flush()
+        with pytest.raises(StoreFailed, match="NaN"):
+            other.flush()
+        for engine in (one, other):
+            engine.flush()
+        other.generate(bad, max_new_tokens=1)
+        with pytest.raises(StoreFailed, match="NaN"):
+            other.flush()  # the store's, and not once more
+        other.flush()
+    assert "flush:" not in caplog.text
+
+
 def test_what_was_computed_before_a_purge_is_not_stored_after_it(tmp_path, monkeypatch):
     """A store began with its writer, after the answer: what waited in the line, or was still being
     answered, came back behind a purge that had been confirmed, rows of the purged prefix too."""

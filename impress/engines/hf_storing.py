@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -90,6 +91,8 @@ class StoreQueue:
         self._streams: dict[torch.device, Any] = {}
         self._failed: ImpressError | None = None
         self._stored: dict[bytes, Stored] = {}  # of the last job, by first window
+        self._given = deque[Stored]()  # nothing is known of yet
+        self._later: ImpressError | None = None  # the first of these that failed
         self._is_closed = False
         self._back_until_s = 0.0  # requests' own: no layer is begun before
         self._n_purges = 0  # as the request under way began
@@ -175,10 +178,27 @@ class StoreQueue:
         self._line.drain()
 
     def raise_failed(self) -> None:
-        """Raises the first failure since the last call. Never waits."""
-        failed, self._failed = self._failed, None
+        """Raises the first failure since the last call, also of what was handed to the store. Never
+        waits."""
+        self._sift()
+        later, self._later = self._later, None
+        self._raise(later)
+
+    def _raise(self, later: ImpressError | None = None) -> None:
+        failed, self._failed = self._failed or later, None
         if failed is not None:
             raise failed
+
+    def _sift(self) -> None:
+        """Note the first that failed of what was given to the store, which tells of it only once,
+        whoever asks. Of others nothing is kept: each failure holds its rows."""
+        for _ in range(len(self._given)):
+            with suppress(IndexError):  # another thread had the last
+                stored = self._given.popleft()
+                if stored.error is not None:
+                    self._later = self._later or named(stored.error)
+                elif not stored.ready and not stored.refused:
+                    self._given.append(stored)
 
     def _end(self) -> None:
         """The program ends, and nobody closed the engine: close before the interpreter is gone."""
@@ -189,11 +209,12 @@ class StoreQueue:
                 log.error("what was generated is not stored: %s", err)
 
     def close(self) -> None:
-        """Finish the jobs offered and end the thread. Idempotent; raises as `raise_failed`."""
+        """Finish the jobs offered and end the thread. Idempotent; raises the first failure to hand
+        rows to the store."""
         self._is_closed = True
         self._line.close()
         self._line.drain()
-        self.raise_failed()
+        self._raise()
 
     def _done(self, job: Job) -> None:
         try:
@@ -248,6 +269,8 @@ class StoreQueue:
                     scores = _importance(job.cache, layer, row, len(tokens))
                     writer.put(layer, first, k, v, None if scores is None else scores[first:])
             job.outcome.stored.append(writer.stored)
+            self._sift()
+            self._given.append(writer.stored)
 
 
 def named(err: Exception) -> ImpressError:
@@ -278,7 +301,7 @@ def do_all(*steps: Callable[[], None]) -> None:
         try:
             step()
         except Exception as err:
-            if first is not None:
+            if first is not None and err is not first.__cause__:
                 log.error("flush: %s", err)
             first = first or named(err)
     if first is not None:
