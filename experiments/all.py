@@ -31,10 +31,10 @@ from experiments.common import (
     console,
     parser_of,
     say_stopped,
-    stopped_as_by_ctrl_c,
 )
 from experiments.figures import check_plotting
 from experiments.harness import check_fio, duration
+from impress.terminal import stopped_as_by_ctrl_c
 
 #: In the order in which they run: those that need a quiet disk come one after the other.
 NAMES: Final = (

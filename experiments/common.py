@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from impress.errors import ImpressError
 from impress.report import write_report
-from impress.terminal import Out, stdout_width
+from impress.terminal import ENDS, Out, stdout_width, stopped_as_by_ctrl_c
 
 Row = dict[str, Any]
 
@@ -119,33 +119,6 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
-#: Signals that end an experiment; a closed terminal sends SIGHUP.
-_ENDS: Final = (signal.SIGTERM, signal.SIGHUP)
-
-
-def _stop(_signal: int, _frame: object) -> None:
-    for number in _ENDS:  # a closed terminal sends several, which must not interrupt the clean-up
-        if signal.getsignal(number) is _stop:
-            signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-@contextmanager
-def stopped_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP stop an experiment as Ctrl-C does, except where they are ignored (nohup).
-
-    What is printed then may fail: the terminal may be closed.
-    """
-    ends = [number for number in _ENDS if signal.getsignal(number) == signal.SIG_DFL]
-    for number in ends:
-        signal.signal(number, _stop)
-    try:
-        yield
-    finally:
-        for number in ends:
-            signal.signal(number, signal.SIG_DFL)
-
-
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
     """A fresh directory in `parent`, removed at the end, even on Ctrl-C, SIGTERM and SIGHUP.
@@ -160,7 +133,7 @@ def scratch(parent: Path) -> Iterator[Path]:
             yield folder
         finally:
             # A second signal must not leave data behind: gigabytes take a while to delete.
-            before = [(n, signal.signal(n, signal.SIG_IGN)) for n in (signal.SIGINT, *_ENDS)]
+            before = [(n, signal.signal(n, signal.SIG_IGN)) for n in (signal.SIGINT, *ENDS)]
             shutil.rmtree(folder, ignore_errors=True)
             for number, handler in before:
                 signal.signal(number, handler)

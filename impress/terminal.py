@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import lmdb
@@ -130,3 +133,28 @@ def share(part: float, whole: float) -> str:
 def number(value: float | None, form: str = ".3f") -> str:
     """A number in a format; – for what is not known. Pure."""
     return "–" if value is None or math.isnan(value) else f"{value:{form}}"
+
+
+#: Signals that end a command; a closed terminal sends SIGHUP.
+ENDS: Final = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def stopped_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM, and SIGHUP unless it is ignored (nohup), end a command as Ctrl-C does: what it
+    removes at its end, test data or processes of its own, does not stay behind. What is printed
+    then may fail: the terminal may be closed."""
+
+    def stop(_signal: int, _frame: object) -> None:
+        for number in stops:  # a second signal must not interrupt the clean-up
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    stops = [number for number in ENDS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in stops:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in stops:
+            signal.signal(number, signal.SIG_DFL)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -26,7 +24,7 @@ from impress.cli.repack import repack
 from impress.cli.run import run as run_model
 from impress.cli.verify import verify
 from impress.cli.vllm_config import vllm_config
-from impress.terminal import line_of
+from impress.terminal import line_of, stopped_as_by_ctrl_c
 
 #: Typer's base class of every complaint about arguments; it exports only subclasses of it.
 _WRONG_USE: Final[type[Exception]] = typer.BadParameter.__mro__[1]
@@ -101,7 +99,7 @@ def _run() -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # Latin-1 has no dash; stderr escapes by itself
         sys.stdout.reconfigure(errors="replace")
     try:
-        with _stopped_as_by_ctrl_c():
+        with stopped_as_by_ctrl_c():
             status = app(standalone_mode=not sys.argv[1:])  # without arguments: the help
     except KeyboardInterrupt:
         fail("interrupted")
@@ -131,27 +129,6 @@ def _fill_closed() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # without stderr, print() would use stdout
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
-
-
-@contextmanager
-def _stopped_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM, and SIGHUP unless it is ignored (nohup), end a command as Ctrl-C does: what it
-    removes at its end, doctor's test data or the demo's processes, does not stay behind."""
-
-    def stop(_signal: int, _frame: object) -> None:
-        for number in stops:  # a second signal must not interrupt the clean-up
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    both = (signal.SIGTERM, signal.SIGHUP)
-    stops = [number for number in both if signal.getsignal(number) == signal.SIG_DFL]
-    for number in stops:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in stops:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _said(wrong: Any) -> str:
