@@ -24,14 +24,7 @@ from typing import Final
 
 from experiments import results_table
 from experiments.cells import begin_anew
-from experiments.common import (
-    Unable,
-    check_once,
-    check_rate,
-    console,
-    parser_of,
-    say_stopped,
-)
+from experiments.common import Unable, check_once, check_rate, console, parser_of, say_stopped
 from experiments.figures import check_plotting
 from experiments.harness import check_fio, duration
 from impress.terminal import stopped_as_by_ctrl_c

@@ -48,7 +48,7 @@ class SegmentFiles:
         self._buffered: set[Path] = set()  # folders whose file systems refuse O_DIRECT
         self._read_only = read_only
         self._folders = {number: folder}
-        self._identity = _identity(folder)  # as it was opened
+        self._identity: tuple[int, int] | None = None  # the folder's, as its files were found
         self._files: dict[int, SegmentFile] = {}
         self._deleted: list[tuple[float, int]] = []  # of deleted files: when to close, fd
         self._lock = threading.Lock()

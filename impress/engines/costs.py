@@ -82,9 +82,7 @@ class Fit:
             for subset in sorted(combinations(range(n_amounts), size), reverse=True)
         ]  # fmt: skip
 
-    def note(
-        self, amounts: Sequence[float], seconds: float, *, is_sure: bool = False
-    ) -> None:  # fmt: skip
+    def note(self, amounts: Sequence[float], seconds: float, *, is_sure: bool = False) -> None:
         """One sample: what was asked for, and how long it took. `is_sure`: it is no mere stall."""
         expected = self.seconds(amounts)
         x = np.asarray(amounts, dtype=np.float64)

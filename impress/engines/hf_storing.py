@@ -258,8 +258,8 @@ class StoreQueue:
             # From the start, whatever was hit: a prefix that was evicted meanwhile is stored again.
             with self._store.writer(tokens, start=0, wait_s=self._wait_s) as writer:
                 if self._store.purges() != job.n_purges:  # one that comes later finds the writer
-                    job.outcome.refused = "purged"
-                    writer.close(keep=False)
+                    writer.stored.refused = "purged"
+                    job.outcome.stored.append(writer.stored)
                     return
                 self._stored[head] = writer.stored
                 first = writer.stored.n_tokens - writer.stored.n_new
